@@ -4,11 +4,11 @@
     python scripts/bench.py CASE --help        what a case measures, and its options
     python scripts/bench.py CASE [options] [--out FILE]
 
-A case is a module of `scripts/cases` with a table `OPTIONS` (`kit.add_options`) and a function
-`measure(arguments)`, which yields rows as they are measured and returns what they come to. Rows of
-a round below 0 warm up and are dropped. Rows are printed as lines of JSON, then a table for people;
-the last line is JSON: the case, its options, the machine, and the result, or else the rows. `--out`
-appends the lines to a file. The exit code is 1 if the result has `failures`.
+A case is a module of `scripts/cases` or `scripts/labs` with a table `OPTIONS` (`option_table.py`)
+and a function `measure(arguments)`, which yields rows as they are measured and returns what they
+come to. Rows of a round below 0 warm up and are dropped. Rows are printed as lines of JSON, then a
+table for people; the last line is JSON: the case, its options, the machine, and the result, or else
+the rows. `--out` appends the lines to a file. The exit code is 1 if the result has `failures`.
 """
 
 import argparse
@@ -21,20 +21,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from cases.kit import add_options
 from cases.machine import describe_machine
+from option_table import add_options
 
 from serving.cli.main import guarded
 from serving.run.progress import print_table
 from shiftjax.sim.experiments import as_text
 
 Row = dict[str, Any]
-FOLDER = Path(__file__).with_name("cases")
-CASES = (
+NAMES = (
     *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases", "groups"),
-    *("two_hosts", "host", "host_tier", "kv_events", "call", "swiftkv"),
-    *("loads", "soak", "router", "forced_calls"),
+    *("two_hosts", "host", "host_tier", "kv_events", "loads", "soak", "router", "forced_calls"),
 )
+CASES = {name: f"cases.{name}" for name in NAMES}
+CASES |= {name: f"labs.{name}" for name in ("call", "swiftkv")}  # research
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -49,13 +49,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def first_line(name: str) -> str:
     """Return what a case measures, without importing it."""
-    text = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    file = Path(__file__).parent / f"{CASES[name].replace('.', '/')}.py"
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     return text.partition("\n")[0]
 
 
 def run(name: str, words: Sequence[str]) -> int:
     """Measure and report."""
-    case = importlib.import_module(f"cases.{name}")
+    case = importlib.import_module(CASES[name])
     parser = argparse.ArgumentParser(
         prog=f"bench.py {name}",
         description=case.__doc__,

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.rule import Rule
-from rich.table import Table
-from rich.text import Text
 
 from serving.cli.main import guarded
 from serving.run.progress import print_table, throughput
@@ -76,16 +74,11 @@ def _together(llm: "LLM") -> tuple[int, float]:
     start = time.monotonic()
     outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=32))
     seconds = time.monotonic() - start
-    table = Table(box=None, pad_edge=False)
-    for heading, width in (("steps", 17), ("prompt ends", 28), ("continues", None)):
-        table.add_column(heading, min_width=width, overflow="ellipsis", no_wrap=True)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         completion = output.outputs[0]
-        metrics = completion.metrics
-        steps = metrics.steps_by_mode if metrics else {}
+        steps = completion.metrics.steps_by_mode if completion.metrics else {}
         counts = ", ".join(f"{mode} {count}" for mode, count in steps.items())
-        table.add_row(*map(Text, (counts, _line(prompt[-28:]), _line(completion.text))))
-    Console(highlight=False).print(table)
+        print(f"{counts:18} {_line(prompt[-28:]):28} -> {_line(completion.text)[:50]}")
     return sum(len(output.outputs[0].token_ids) for output in outputs), seconds
 
 

@@ -198,52 +198,28 @@ def step_seconds(runner: DeviceRunner, plan: StepPlan, repeats: int) -> dict[str
 
 
 def engine_rows(
-    model: ModelConfig,
-    sizes: Sizes,
-    ceilings: Ceilings,
-    options: Mapping[str, str],
-    *,
-    users: bool = False,
-    profiles: Path | None = None,
+    model: ModelConfig, sizes: Sizes, options: Mapping[str, str], run: Run, what: Sequence[str] = ()
 ) -> Iterator[Row]:
-    """Yield steps of one model on one GPU.
+    """Yield how long an engine took to start, and steps of its model, on one GPU.
 
-    With `users` what these see of it, too; with a folder for `profiles` the kernels of steps.
+    `what` else: `users`: what these see; `switch`: changes of the mode; `profiles`: the kernels of
+    steps; `all`: over all GPUs, in (1, number) beside (2, number / 2), since the fewest ways to
+    split tokens leave most room beside the weights.
     """
-    built, started = _started(model, sizes, options)
-    yield started
+    begin, ceilings, count = time.perf_counter(), run.ceilings, jax.device_count()
+    built = make_engine(model, sizes, options, *((2, count // 2) if "all" in what else (1, 1)))
+    seconds = time.perf_counter() - begin
     (runner,) = built.runners
+    names = {"model": runner.step.layout.model.name, "attention": runner.step.attention.name}
+    yield {"row": "start", "seconds": seconds} | names
     yield from step_rows(runner, sizes, ceilings)
-    if users:
+    if "users" in what:
         yield greedy_row(built.engine)
         yield serve_row(built.engine, runner, sizes, ceilings)
+    if "switch" in what:
         yield switch_row(runner, sizes)
-    if profiles is not None:
-        yield from profile_rows(runner, sizes, profiles)
-
-
-def mode_rows(
-    model: ModelConfig, sizes: Sizes, ceilings: Ceilings, options: Mapping[str, str], count: int
-) -> Iterator[Row]:
-    """Yield steps over `count` GPUs in SHIFT, (1, count), and changes between BASE and SHIFT.
-
-    BASE is (2, count / 2): the fewest ways to split tokens leave most room beside the weights.
-    """
-    built, started = _started(model, sizes, options, 2, count // 2)
-    yield started
-    (runner,) = built.runners
-    yield from step_rows(runner, sizes, ceilings)
-    yield switch_row(runner, sizes)
-
-
-def _started(*arguments: Any) -> tuple[Built, dict[str, Any]]:
-    """Return an engine and a row of how long its weights, compilation and first steps took."""
-    begin = time.perf_counter()
-    built = make_engine(*arguments)
-    seconds = time.perf_counter() - begin
-    step = built.runners[0].step
-    what = {"model": step.layout.model.name, "attention": step.attention.name}
-    return built, {"row": "start", "seconds": seconds} | what
+    if "profiles" in what:
+        yield from profile_rows(runner, sizes, run.out)
 
 
 def decode_bytes(layout: Layout, formats: Formats, batch: int, context: int) -> float:
@@ -371,8 +347,7 @@ def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
     if users:
         described = json.dumps(to_json(model, "bfloat16"))
         (run.out / "hf_config.json").write_text(described, encoding="utf-8")
-    profiles = run.out if users else None
-    yield from engine_rows(model, sizes, run.ceilings, options, users=users, profiles=profiles)
+    yield from engine_rows(model, sizes, options, run, ("users", "switch", "profiles") * users)
 
 
 def large_engine(kind: str, run: Run) -> Iterator[Row]:
@@ -387,7 +362,7 @@ def large_engine(kind: str, run: Run) -> Iterator[Row]:
     if run.dry:
         sizes = Sizes((2,), 64, (32,) if sizes.prompts else (), (1, 16, 16), 2)
     options = formats if run.dry else ENGINES["pallas, one graph"] | formats
-    yield from engine_rows(model, sizes, run.ceilings, options, profiles=run.out)
+    yield from engine_rows(model, sizes, options, run, ("profiles",))
 
 
 def large_model(options: dict[str, str], run: Run) -> Iterator[Row]:
@@ -398,4 +373,4 @@ def large_model(options: dict[str, str], run: Run) -> Iterator[Row]:
         return
     if run.dry:
         model, sizes, options = PRESETS["tiny"], Sizes((2,), 64, (), (3, 20, 4), 2), {}
-    yield from mode_rows(model, sizes, run.ceilings, options, jax.device_count())
+    yield from engine_rows(model, sizes, options, run, ("switch", "all"))

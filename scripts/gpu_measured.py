@@ -8,13 +8,14 @@ constants of products, of decodes and of prompts are fitted to these kernels as
 what was measured, and when. Printed are the numbers on which predictions hang most.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+
+from option_table import parsed
 
 from shiftjax.costs.machine import Machine
 from shiftjax.costs.machine_files import load_machine, machine_of, machine_path, renewed
@@ -75,30 +76,25 @@ def changes(before: Machine, after: Machine) -> dict[str, Any]:
 def numbers(rows: Rows) -> Iterator[str]:
     """Yield what predictions hang on, in words; a number that is missing has none."""
     copy, prefill, torch = (value_of(rows, place) for place in (COPY, PREFILL, TORCH))
-    values = {
-        "a launch, us": (value_of(rows, LAUNCH), None),
-        "a product of codes reads, share of a copy": (value_of(rows, CODES), None),
-        "decode attention, GB/s": (value_of(rows, DECODE), copy),
-        "prefill attention, TFLOP/s": (prefill, torch),
-    }
-    others = {"decode attention, GB/s": "a copy", "prefill attention, TFLOP/s": "PyTorch's SDPA"}
-    for name, (value, beside) in values.items():
-        if value is None:
-            yield f"{name}: not measured"
-        elif beside is None:
-            yield f"{name}: {value:.3g}"
-        else:
-            yield f"{name}: {value:.4g}, {value / beside:.2f} of {others[name]}"
+    yield _in_words("a launch, us", value_of(rows, LAUNCH))
+    yield _in_words("a product of codes reads, share of a copy", value_of(rows, CODES))
+    yield _in_words("decode attention, GB/s", value_of(rows, DECODE), copy, "a copy")
+    yield _in_words("prefill attention, TFLOP/s", prefill, torch, "PyTorch's SDPA")
+
+
+def _in_words(name: str, value: float | None, beside: float | None = None, what: str = "") -> str:
+    if value is None:
+        return f"{name}: not measured"
+    return f"{name}: {value:.4g}" + (f", {value / beside:.2f} of {what}" if beside else "")
 
 
 def main() -> int:
     """Renew the file; 2 where the rows cannot be used."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("rows", nargs="+", type=Path, help="gpu_run.json of a stage")
-    parser.add_argument("--out", type=Path, help="another file; default: that of the package")
-    arguments = parser.parse_args()
+    options = {
+        "rows": ([Path], "gpu_run.json of a stage"),
+        "--out": (Path, "another file; default: that of the package"),
+    }
+    arguments = parsed(__doc__, options)
     try:
         rows = [row for file in arguments.rows for row in json.loads(file.read_text("utf-8"))]
         environment = environment_of(rows)

@@ -196,13 +196,6 @@ def tuned(rows: Sequence[Row], work: Path) -> Row:
     return {"part": "tuning", "best": write_best(rows[0]["device"], found, work / "tuned.json")}
 
 
-def archive(work: Path, file: Path) -> None:
-    """Put what parts have said and left into one file."""
-    with tarfile.open(file, "w:gz") as archive:
-        for each in sorted(work.iterdir()):
-            archive.add(each, each.name)
-
-
 def run_stage(arguments: argparse.Namespace, work: Path, out: Path) -> Log:
     """Run the parts of a stage, or all in one process, which saves its starts; return the rows."""
     stage = STAGES[arguments.stage]
@@ -243,7 +236,9 @@ def main() -> int:
         try:
             log = run_stage(arguments, work, out)
         finally:
-            archive(work, out / LOGS)
+            with tarfile.open(out / LOGS, "w:gz") as archive:
+                for each in sorted(work.iterdir()):  # what parts have said and left
+                    archive.add(each, each.name)
     wrong = [row for row in log.rows if not is_right(row)]
     print(f"{len(log.rows)} rows, {len(wrong)} wrong: {out / RESULTS}")
     return 2 if len(log.rows) == len(wrong) else bool(wrong)

@@ -8,7 +8,6 @@ models. A part that raises is a row, too. No JAX before a part runs: the table i
 well.
 """
 
-import argparse
 import json
 import sys
 import traceback
@@ -33,6 +32,7 @@ from gpu_parts import (
     torch,
     tuning,
 )
+from option_table import parsed
 
 from shiftjax.options import ConfigError
 
@@ -126,11 +126,8 @@ DRY = Part("traces", rows_of("gpu_checks.traces"), 30, 120)
 
 def main() -> int:
     """Run parts and print their rows; nothing but rows goes to the standard output from here."""
-    parser = argparse.ArgumentParser(description="parts of gpu_run.py, which starts them")
-    parser.add_argument("parts", nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--dry-run", action="store_true")
-    arguments = parser.parse_args()
+    options = {"parts": [str], "--out": (Path, {"required": True}), "--dry-run": False}
+    arguments = parsed("parts of gpu_run.py, which starts them", options)
     known = PARTS | {DRY.name: DRY}
     run = Run(arguments.dry_run, arguments.out)
     for name in arguments.parts:

@@ -10,7 +10,6 @@ writes those that fit shared memory and do not spill registers to `scripts/kerne
 logarithms of times over the shapes, so that no shape counts more for being longer.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from option_table import parsed
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
@@ -73,15 +73,6 @@ def all_candidates(head_dims: list[int], block_sizes: list[int]) -> Iterator[Can
             yield Candidate("decode", head_dim, block_size, settings)
 
 
-def why_not(candidate: Candidate, mesh: Any, aot: Any) -> str | None:
-    """Compile a candidate for the devices of `mesh`: the reason why that fails, or None."""
-    try:
-        aot.compile_for(mesh, *small_call(candidate, mesh, aot))
-    except Exception as error:  # whatever the compiler says is the reason
-        return str(error).strip().splitlines()[0][:160]
-    return None
-
-
 def small_call(candidate: Candidate, mesh: Any, aot: Any) -> tuple[Any, ...]:
     """A function that runs the candidate, and abstract arguments: 8 sequences, Llama-8B's heads."""
     seqs, tokens, heads, kv_heads, blocks = 8, 256, 32, 8, 64
@@ -118,9 +109,12 @@ def prune(chip: str, head_dims: list[int], block_sizes: list[int]) -> None:
     done = set(product(head_dims, block_sizes))
     rows = [row for row in rows if (row["head_dim"], row["block_size"]) not in done]
     for candidate in all_candidates(head_dims, block_sizes):
-        reason = why_not(candidate, mesh, aot)
-        print(json.dumps([*candidate, reason or "compiles"]), flush=True)
-        rows += [candidate._asdict()] if reason is None else []
+        try:
+            aot.compile_for(mesh, *small_call(candidate, mesh, aot))
+            rows, said = [*rows, candidate._asdict()], "compiles"
+        except Exception as error:  # whatever the compiler says is the reason
+            said = str(error).strip().splitlines()[0][:160]
+        print(json.dumps([*candidate, said]), flush=True)
     write_rows(CANDIDATES, rows)
     print(f"{len(rows)} candidates compile for {chip}: {CANDIDATES}")
 
@@ -138,15 +132,6 @@ def candidates_for(kernel: str, head_dim: int, block_size: int) -> list[dict[str
     return [row["settings"] for row in rows if (*list(row.values())[:3],) == key]
 
 
-def times_of(
-    kernel: str, settings: dict[str, Any], sizes: dict[str, int], shapes: Any, effort: Effort
-) -> list[float]:
-    """Seconds of one candidate at every shape."""
-    kind, config = KERNELS[kernel]
-    chosen = KernelConfig(**{kernel: config(**settings)})
-    return [kernel_seconds(kind(*shape, **sizes), chosen, effort) for shape in shapes]
-
-
 def tune(
     kernel: str,
     candidates: list[dict[str, Any]],
@@ -155,16 +140,12 @@ def tune(
     effort: Effort,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every candidate, `score` being the geometric mean of its times."""
+    kind, config_type = KERNELS[kernel]
     for settings in candidates:
-        seconds = times_of(kernel, settings, sizes, shapes, effort)
-        score = math.exp(sum(map(math.log, seconds)) / len(seconds))
-        yield {
-            "kernel": kernel,
-            **sizes,
-            "settings": settings,
-            "us": [s * 1e6 for s in seconds],
-            "score": score,
-        }
+        chosen = KernelConfig(**{kernel: config_type(**settings)})
+        seconds = [kernel_seconds(kind(*shape, **sizes), chosen, effort) for shape in shapes]
+        row = {"kernel": kernel, **sizes, "settings": settings, "us": [s * 1e6 for s in seconds]}
+        yield row | {"score": math.exp(sum(map(math.log, seconds)) / len(seconds))}
 
 
 def write_best(device_kind: str, rows: list[dict[str, Any]], path: Path = TABLE) -> dict[str, Any]:
@@ -200,14 +181,13 @@ def measure(head_dims: list[int], block_sizes: list[int]) -> None:
 
 def main() -> None:
     """Run one of the two halves."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("half", choices=("prune", "measure"))
-    parser.add_argument("--chip", default="h200", help="prune: h100 or h200, default h200")
-    parser.add_argument("--head-dim", type=int, nargs="+", default=list(HEAD_DIMS))
-    parser.add_argument("--block-size", type=int, nargs="+", default=list(BLOCK_SIZES))
-    arguments = parser.parse_args()
+    options = {
+        "half": (str, {"choices": ("prune", "measure")}),
+        "--chip": ("h200", "prune: h100 or h200"),
+        "--head-dim": list(HEAD_DIMS),
+        "--block-size": list(BLOCK_SIZES),
+    }
+    arguments = parsed(__doc__, options)
     if arguments.half == "prune":
         prune(arguments.chip, arguments.head_dim, arguments.block_size)
     else:

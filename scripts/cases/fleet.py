@@ -21,42 +21,29 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
 
 import jax
-from cases.kit import Row, medians
+from cases.kit import Row, greedy, medians, random_engine
 
-from shiftjax.build import Built, build
-from shiftjax.config import EngineConfig
+from shiftjax.arch.presets import PRESETS
+from shiftjax.build import Built
 from shiftjax.core.engine import Engine
-from shiftjax.core.request import Request, SamplingParams, SequenceState
+from shiftjax.core.request import SequenceState
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.handover import Copy, Crossing, Mover
 from shiftjax.fleet.fleet_policy import FixedArrangement, Wish
 from shiftjax.parallel.arrangements import Arrangement, equal_groups
-from shiftjax.settings import make_virtual_devices
-from shiftjax.weights.locate import open_source, resolve_model
 
 UNITS, BLOCK_SIZE = 8, 16
 TOKEN_IDS = range(3, 250)  # of made-up prompts; every model has them
 SWITCH_TOKENS = 200  # of output, more than there are steps before a switch has been timed
 OPTIONS = {
-    "--model": "random:smollm2-135m",
+    "--model": ("smollm2-135m", "a preset; its weights are random"),
     "--dtype": "bfloat16",
     "--rounds": 3,
     "--counts": [1, 8, 32, 64],
     "--contexts": [64, 256],
 }
-
-
-def start(model: str, **options: Any) -> Built:
-    """Return a fleet of virtual devices, one a unit, that forms groups of all widths."""
-    own = {"devices": UNITS, "tp": 1, "fleet": True, "fleet_policy": "load", "bind_at": 0.25}
-    own |= {"release_at": 1.0, "policy": "threshold", "shift_threshold": 32}
-    own["cache_dir"] = "none"  # what a CPU compiles can be loaded on other units, what it reads not
-    config = EngineConfig.from_options(model=model, **own, **options)
-    make_virtual_devices(config)
-    return build(config, open_source(resolve_model(model), seed=0), lambda *_: None)
 
 
 def fleet_of(engine: Engine) -> Fleet:
@@ -101,7 +88,11 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     most = max(args.contexts) + SWITCH_TOKENS
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "token_buckets": [8, 64, 256]}
     sizes |= {"num_blocks": 1 + 64 * -(-most // BLOCK_SIZE), "block_size": BLOCK_SIZE}
-    built = start(args.model, dtype=args.dtype, max_model_len=most + BLOCK_SIZE, **sizes)
+    sizes |= {"devices": UNITS, "tp": 1, "fleet": True, "fleet_policy": "load", "bind_at": 0.25}
+    sizes |= {"release_at": 1.0, "policy": "threshold", "shift_threshold": 32}
+    sizes["cache_dir"] = "none"  # what a CPU compiles loads on other units, what it reads not
+    sizes |= {"dtype": args.dtype, "max_model_len": most + BLOCK_SIZE}
+    built = random_engine(PRESETS[args.model], **sizes)
     fleet = fleet_of(built.engine)
     fleet.mover = WaitingMover(fleet.mover, built)
     for context, num in product(args.contexts, args.counts):
@@ -116,10 +107,9 @@ def switch_once(engine: Engine, num: int, context: int) -> Row:
     fleet, wide = fleet_of(engine), equal_groups(UNITS, UNITS)
     form(engine, equal_groups(UNITS, 1))
     engine.flush_prefix_cache()
-    sampling = SamplingParams(temperature=0.0, max_tokens=SWITCH_TOKENS, ignore_eos=True)
     for number in range(num):
         prompt = random.Random(number).choices(TOKEN_IDS, k=context)
-        engine.add_request(Request(str(number), prompt, sampling))
+        engine.add_request(greedy(number, prompt, SWITCH_TOKENS))
     step_until(engine, lambda: all_have(engine, num, lambda s: s.num_output_tokens > 0))
     form(engine, wide)
     bind = fleet.history[-1]

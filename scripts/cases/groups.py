@@ -15,12 +15,11 @@ import time
 from collections.abc import Generator
 
 import numpy as np
-from cases.kit import Row, medians
+from cases.kit import Row, greedy, medians
 
 from serving.bench.steps import build_for_all_modes
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
-from shiftjax.core.request import Request, SamplingParams
 from shiftjax.settings import make_virtual_devices
 
 CHUNK_TOKENS = 256
@@ -40,8 +39,7 @@ def start_engine(prompt_tokens: int) -> Engine:
 def one_round(engine: Engine, number: int, prompt_tokens: int) -> Row:
     """Return percentiles of the milliseconds between tokens of a decoding request."""
     reader, prompt = f"reader-{number}", f"prompt-{number}"
-    sampling = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-    engine.add_request(Request(reader, [1, 2, 3], sampling))
+    engine.add_request(greedy(reader, [1, 2, 3], 500))
     times: list[float] = []
     tokens = [5 + i % 1000 for i in range(prompt_tokens)]
     is_over = is_asked = False
@@ -51,7 +49,7 @@ def one_round(engine: Engine, number: int, prompt_tokens: int) -> Row:
         is_over = prompt in names
         if len(times) == STEADY_TOKENS and not is_asked:
             is_asked = True
-            engine.add_request(Request(prompt, tokens, SamplingParams(max_tokens=1)))
+            engine.add_request(greedy(prompt, tokens, 1))
     engine.abort(reader)
     while engine.has_work():
         engine.step(time.monotonic())

@@ -33,12 +33,20 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cases.kit import BLOCK_SIZE, THRESHOLD, VOCAB_SIZE, Row, echo_engine, medians
+from cases.kit import (
+    BLOCK_SIZE,
+    THRESHOLD,
+    VOCAB_SIZE,
+    Row,
+    echo_engine,
+    greedy,
+    medians,
+    random_engine,
+)
 
 from shiftjax.arch.presets import PRESETS
-from shiftjax.config import EngineConfig
 from shiftjax.core.policies import ThresholdPolicy
-from shiftjax.core.request import Request, SamplingParams, SequenceState, StepOutput, StepPlan
+from shiftjax.core.request import SequenceState, StepOutput, StepPlan
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket
@@ -49,9 +57,7 @@ from shiftjax.device.sampling_inputs import RowParams, VocabSplit, build_rows, r
 from shiftjax.device.step import Packing
 from shiftjax.models.attention_backend import xla_attention
 from shiftjax.parallel.grid import Group, Mode
-from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.echo import EchoRunner
-from shiftjax.weights.random import RandomSource
 
 VOCAB = VocabSplit(VOCAB_SIZE, VOCAB_SIZE)
 HEAD_DIM = 64
@@ -70,10 +76,9 @@ def make_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
     num_blocks = num_sequences * blocks_per_seq * 2
     step_tokens = num_sequences * PROMPT_TOKENS
     scheduler = Scheduler(SchedulerConfig(num_blocks, BLOCK_SIZE, num_sequences, step_tokens))
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for number in range(num_sequences):
         prompt = [(number * 31 + i) % VOCAB_SIZE for i in range(PROMPT_TOKENS)]
-        request = Request(str(number), prompt, sampling)
+        request = greedy(number, prompt, num_tokens)
         scheduler.add(request, number, number, PROMPT_TOKENS + num_tokens)
     return scheduler
 
@@ -152,13 +157,9 @@ def start_runner(num_devices: int, most: int) -> DeviceRunner:
     narrow = {"hidden_size": 64, "head_dim": 8, "intermediate_size": 128, "vocab_size": 1024}
     sizes = {"max_num_seqs": most, "max_num_batched_tokens": most, "num_blocks": most * 32 + 1}
     sizes |= {"token_buckets": sorted({LEAST_TOKENS, 64, most}), "max_model_len": 512}
-    config = EngineConfig.from_options(devices=num_devices, sp=1, tp=num_devices, **sizes)
-    make_virtual_devices(config)
-    from shiftjax.build import build
-
-    source = RandomSource(replace(PRESETS["smollm2-135m"], **narrow))
-    (runner,) = build(config, source, lambda *_: None, compile_cache_dir(config)).runners
-    return runner
+    sizes |= {"devices": num_devices, "sp": 1, "tp": num_devices}
+    model = replace(PRESETS["smollm2-135m"], **narrow)
+    return random_engine(model, **sizes).runners[0]
 
 
 class SleepingRunner(EchoRunner):
@@ -189,9 +190,8 @@ def steps_per_second(milliseconds: list[float], seconds: float) -> float:
     runners = [SleepingRunner(each / 1000) for each in milliseconds]
     num_tokens = int(2 * seconds / min(runner.seconds for runner in runners))
     engine = echo_engine(runners, 8, PROMPT_TOKENS, num_tokens + 1, num_tokens)
-    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     for number in range(len(runners)):
-        engine.add_request(Request(str(number), [1], sampling))
+        engine.add_request(greedy(number, [1], num_tokens))
     start = time.monotonic()
     while time.monotonic() < start + seconds:
         engine.step(time.monotonic())

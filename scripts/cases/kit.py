@@ -1,39 +1,30 @@
-"""What cases share: options, time that was spent, medians, an engine that makes up tokens."""
+"""What cases share: time that was spent, medians, requests, engines for a comparison."""
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from shiftjax.arch.config import ModelConfig
+from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policies import make_policy
+from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
+from shiftjax.settings import compile_cache_dir, make_virtual_devices
 from shiftjax.sim.echo import EchoRunner
+from shiftjax.weights.random import RandomSource
+
+if TYPE_CHECKING:
+    from shiftjax.build import Built
 
 Row = dict[str, Any]
 SPENT = ("seconds", "cpu_seconds")
 VOCAB_SIZE, BLOCK_SIZE, THRESHOLD = 49_152, 16, 256
-
-
-def add_options(parser: argparse.ArgumentParser, table: Mapping[str, Any]) -> None:
-    """Add the options of a case: name -> default, or (default, help or more keywords).
-
-    A default says the type; False is a switch, a list takes several values, a type has no default.
-    """
-    for name, given in table.items():
-        default, more = given if isinstance(given, tuple) else (given, {})
-        one = default[0] if isinstance(default, list) else default
-        keywords: Row = {"type": one} if isinstance(one, type) else {"type": type(one)}
-        keywords |= {} if isinstance(one, type) else {"default": default}
-        keywords |= {"nargs": "+"} if isinstance(default, list) else {}
-        keywords = {"action": "store_true"} if default is False else keywords
-        keywords |= {"help": more} if isinstance(more, str) else more
-        parser.add_argument(name, **keywords)
 
 
 def spent[T](call: Callable[[], T]) -> tuple[T, dict[str, float]]:
@@ -81,3 +72,18 @@ def echo_engine(
     limits = RequestLimits(VOCAB_SIZE, length, (num_blocks - 1) * BLOCK_SIZE)
     lanes = [Lane(Scheduler(config), runner, Group(0, 2).modes) for runner in runners]
     return Engine(lanes, make_policy("threshold", THRESHOLD), limits, clock=time.monotonic)
+
+
+def greedy(name: str | int, prompt: list[int], num_tokens: int) -> Request:
+    """Return a request for exactly so many tokens."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    return Request(str(name), prompt, sampling)
+
+
+def random_engine(model: ModelConfig, **options: Any) -> "Built":
+    """Return an engine on virtual devices with random weights."""
+    config = EngineConfig.from_options(**options)
+    make_virtual_devices(config)
+    from shiftjax.build import build
+
+    return build(config, RandomSource(model), lambda *_: None, compile_cache_dir(config))

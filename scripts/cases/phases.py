@@ -26,20 +26,17 @@ from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
-from cases.kit import spent
+from cases.kit import greedy, random_engine, spent
 
 from serving.bench.steps import answers
 from shiftjax.arch.presets import PRESETS
-from shiftjax.build import Built, build
-from shiftjax.config import EngineConfig
+from shiftjax.build import Built
 from shiftjax.core.engine import Engine
-from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.request import Request
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.parallel.degrees import parse_degrees
 from shiftjax.phases.resharding import Resharding, ReshardingState
-from shiftjax.settings import make_virtual_devices
-from shiftjax.weights.random import RandomSource
 
 NUM_DEVICES = 4
 NUM_LAYERS = 8
@@ -61,12 +58,12 @@ class Workload(NamedTuple):
     def requests(self) -> list[Request]:
         """The same every time."""
         rng, name = random.Random(0), f"{self.prompt_tokens}-{self.output_tokens}"
-        sampling = SamplingParams(temperature=0, max_tokens=self.output_tokens, ignore_eos=True)
-        return [
-            Request(f"{name}-{i}", [rng.randrange(3, 40_000) for _ in range(length)], sampling)
-            for i in range(self.num_requests)
-            for length in [rng.randrange(self.prompt_tokens // 2, self.prompt_tokens)]
-        ]
+        requests = []
+        for i in range(self.num_requests):
+            length = rng.randrange(self.prompt_tokens // 2, self.prompt_tokens)
+            prompt = [rng.randrange(3, 40_000) for _ in range(length)]
+            requests.append(greedy(f"{name}-{i}", prompt, self.output_tokens))
+        return requests
 
 
 class Case(NamedTuple):
@@ -90,9 +87,8 @@ def start(name: str) -> Built:
     sizes |= {"max_num_batched_tokens": CHUNK_TOKENS, "max_model_len": 512, "cache_dir": "none"}
     sizes |= {"token_buckets": (NUM_SEQS // NUM_DEVICES, NUM_SEQS, CHUNK_TOKENS)}
     sizes |= {"dtype": "float32", "prefix_caching": False, "devices": NUM_DEVICES}
-    config = EngineConfig.from_options(model="random:smollm2-135m", **degrees, **sizes)
     model = replace(PRESETS["smollm2-135m"], num_layers=NUM_LAYERS)
-    return build(config, RandomSource(model), lambda *_: None)
+    return random_engine(model, **degrees, **sizes)
 
 
 def prepare(built: Built, case: Case) -> None:
@@ -143,7 +139,6 @@ OPTIONS = {"--quick": (False, "few tokens, one round"), "--rounds": 3}
 
 def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[str, Any]]:
     """Yield a row for each run; return the summary."""
-    make_virtual_devices(EngineConfig.from_options(devices=NUM_DEVICES))
     sizes = [(16, 64, 8)] if args.quick else [(32, 256, 8), (32, 64, 64), (16, 16, 128)]
     rows, tokens, engines = [], [], {name: start(name) for name in (*DEGREES, PAIR)}
     rounds = range(-1, 1 if args.quick else args.rounds)

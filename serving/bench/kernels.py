@@ -19,10 +19,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import measure as kernels
+from pallas_kernels.measure import CACHE_BYTES, Calls, chain_seconds, row_of, write_calls
+from pallas_kernels.tuned import config_for
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import ANY
 from shiftjax.costs.machine_files import load_machine, machine_of, renewed
+from shiftjax.models.attention import write_kv
 from shiftjax.options import ConfigError
 
 TORCH_WORKER = Path(__file__).parents[2] / "scripts" / "peers" / "torch_attention.py"
@@ -36,8 +43,6 @@ def bench_kernels(
     arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams
 ) -> int:
     """Measure and print a table; without a GPU that has kernels this is a usage error."""
-    import jax
-
     device = jax.devices()[0]
     require_hopper(device)
     name = machine_of(device.device_kind) if arguments.out else ""
@@ -72,23 +77,15 @@ def machine_file(name: str, rows: list[dict[str, Any]]) -> str:
 def require_hopper(device: Any) -> None:
     """Raise ConfigError where the kernels cannot run."""
     if device.platform != "gpu":
-        raise ConfigError(
-            [f"bench kernels needs a Hopper GPU (H100, H200): JAX sees only {device.platform} here"]
-        )
+        seen = f"JAX sees only {device.platform} here"
+        raise ConfigError([f"bench kernels needs a Hopper GPU (H100, H200): {seen}"])
     if not str(device.compute_capability).startswith("9."):
-        raise ConfigError(
-            [
-                f"bench kernels needs a GPU of compute capability 9.x: {device.device_kind} has "
-                f"{device.compute_capability}"
-            ]
-        )
+        has = f"{device.device_kind} has {device.compute_capability}"
+        raise ConfigError([f"bench kernels needs a GPU of compute capability 9.x: {has}"])
 
 
 def measure(device: Any, head_dim: int, block_size: int) -> Iterator[dict[str, Any]]:
     """Yield the ceilings, a row for each kernel and shape beside its alternatives, then PyTorch."""
-    from pallas_kernels import measure as kernels
-    from pallas_kernels.tuned import config_for
-
     effort = kernels.Effort()
     device_kind, cores = device.device_kind, getattr(device, "core_count", None)
     settings, is_tuned = config_for(device_kind, head_dim, block_size, cores=cores)
@@ -115,8 +112,6 @@ def _alternatives(
     shape: Any, times: dict[str, Callable[[], float]], ceilings: Any
 ) -> Iterator[dict[str, Any]]:
     """Yield rows of what does the same work; without a chunk's context, which none of them has."""
-    from pallas_kernels.measure import row_of
-
     for name, measured in times.items():
         label = {"kernel": f"  {name}"}
         if shape.kernel == "prefill" and shape.context:
@@ -130,19 +125,11 @@ def _alternatives(
 
 def xla_write_seconds(shape: Any, effort: Any) -> float:
     """Time XLA's scatter on the same slots."""
-    from pallas_kernels.measure import chain_seconds, write_calls
-    from shiftjax.models.attention import write_kv
-
     return chain_seconds(write_calls(shape, write_kv), effort)
 
 
 def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
     """Time cuDNN on the same work, contiguous."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.measure import CACHE_BYTES, Calls, chain_seconds
-
     copies = 1 + CACHE_BYTES // shape.amount
     size = copies, shape.seqs, shape.context, shape.kv_heads, shape.head_dim
     k, v = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (1, 2))
@@ -157,10 +144,6 @@ def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
 
 def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
     """Time cuDNN on the same work, contiguous and without a context before."""
-    import jax
-    import jax.numpy as jnp
-
-    from pallas_kernels.measure import Calls, chain_seconds
 
     def random(seed: int, heads: int) -> jax.Array:
         size = 1, shape.tokens, heads, shape.head_dim
@@ -209,8 +192,7 @@ def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
         elif "unavailable" in row:
             table.add_row(row["kernel"], shape, "-", "-", row["unavailable"], "-")
         elif row["kernel"] == "ceilings":
-            table.add_row("copy", "", "", f"{row['bytes_per_second'] / 1e9:,.0f}", "GB/s", "100")
-            table.add_row(
-                "GEMM", "", "", f"{row['flops_per_second'] / 1e12:,.0f}", "TFLOP/s", "100"
-            )
+            rates = row["bytes_per_second"] / 1e9, row["flops_per_second"] / 1e12
+            for name, rate, unit in zip(("copy", "GEMM"), rates, ("GB/s", "TFLOP/s"), strict=True):
+                table.add_row(name, "", "", f"{rate:,.0f}", unit, "100")
     Console(highlight=False).print(table)

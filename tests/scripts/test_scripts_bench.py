@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench
-from cases.kit import add_options
+from option_table import add_options
 
 
 def made_up(rows, result=None):
@@ -36,7 +36,7 @@ def run(monkeypatch):
 
 def test_every_case_says_how_it_is_run_and_has_its_options():
     for name in bench.CASES:
-        case = importlib.import_module(f"cases.{name}")
+        case = importlib.import_module(bench.CASES[name])
         assert f"python scripts/bench.py {name} " in f"{case.__doc__}", name
         add_options(argparse.ArgumentParser(), case.OPTIONS)
         assert callable(case.measure)

@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from cases import speculation as bench  # noqa: E402
-from cases.kit import add_options  # noqa: E402
 from cases.speculation_rows import Answer, Round, joined, rows_of, summary  # noqa: E402
 from cases.speculation_workloads import QUESTIONS, TOPICS, make_workloads, tasks  # noqa: E402
 from cases.workers import WORKERS, Worker  # noqa: E402
+from option_table import add_options  # noqa: E402
 
 from shiftjax.options import ConfigError  # noqa: E402
 
