@@ -4,6 +4,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
@@ -242,3 +244,37 @@ def make_request(name: str, prompt: list[int], arrival: float = 0.0, **sampling)
     priority = sampling.pop("priority", 0)
     salt = sampling.pop("cache_salt", None)
     return Request(name, prompt, SamplingParams(**sampling), arrival, priority, None, salt)
+
+
+class Alternating:
+    """Tokens must be even, odd, even ...; after `most` tokens nothing may follow."""
+
+    def __init__(self, most: int = 10**6, breaks_at: int = 10**6):
+        self.accepted: list[int] = []
+        self.most, self.breaks_at = most, breaks_at
+        self.mask = self._mask()
+
+    def _mask(self) -> np.ndarray:
+        parity = len(self.accepted) % 2
+        allowed = range(parity, VOCAB_SIZE, 2) if len(self.accepted) < self.most else ()
+        return np.array([sum(1 << token for token in allowed)], np.uint32)
+
+    def accept(self, token_id: int) -> bool:
+        if len(self.accepted) == self.breaks_at:
+            raise ZeroDivisionError("a bug in a constraint")
+        assert self.mask[0] >> token_id & 1, "a token that was not allowed"
+        self.accepted.append(token_id)
+        self.mask = self._mask()
+        return bool(self.mask.any())
+
+
+def constrained(
+    name: str, constraint: Alternating | None, prompt: tuple = (1, 2), **sampling
+) -> Request:
+    params = SamplingParams(**({"max_tokens": 12} | sampling))
+    constraints = () if constraint is None else (constraint,)
+    return Request(name, list(prompt), params, constraints=constraints)
+
+
+def parities(tokens: list[int]) -> list[int]:
+    return [token % 2 for token in tokens]

@@ -1,11 +1,21 @@
 """Engines of a fleet over audited echo runners, whose blocks are in pools that all groups share."""
 
+import random
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from echo_kit import ENGINE_SEED, HOST_BLOCK_BYTES, MAX_MODEL_LEN, VOCAB_SIZE, AuditedRunner
+from echo_kit import (
+    ENGINE_SEED,
+    HOST_BLOCK_BYTES,
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    AuditedRunner,
+    Listener,
+    make_request,
+    reference,
+)
 from echo_pools import EchoMover, EchoPools, Told
 
 from shiftjax.arch.presets import PRESETS
@@ -19,7 +29,13 @@ from shiftjax.fleet.fleet_policy import FleetPolicy
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
-from shiftjax.parallel.arrangements import Arrangement, all_groups, equal_groups, possible_widths
+from shiftjax.parallel.arrangements import (
+    Arrangement,
+    all_groups,
+    bound,
+    equal_groups,
+    possible_widths,
+)
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
 
@@ -107,3 +123,47 @@ def make_fleet(
     return Engine(
         lanes, mode_policy, limits, overlap=overlap, seed=ENGINE_SEED, topology=made, clock=clock
     )
+
+
+def random_arrangement(rng: random.Random, units: int = 8) -> Arrangement:
+    found = equal_groups(units, 1)
+    for group in rng.sample(all_groups(units, possible_widths(units)), rng.randrange(6)):
+        found = (
+            bound(found, group)
+            if all(g.width <= group.width for g in found if g.overlaps(group))
+            else found
+        )
+    return found
+
+
+def random_requests(rng: random.Random, num: int, **more) -> list:
+    shared = [rng.randrange(13) for _ in range(20)]
+    requests = []
+    for number in range(num):
+        prompt = shared[: rng.choice([0, 0, 9, 17])]
+        prompt = prompt + [rng.randrange(13) for _ in range(rng.randrange(1, 12))]
+        requests.append(
+            make_request(
+                str(number),
+                prompt,
+                float(number),
+                max_tokens=rng.randrange(1, 48 - len(prompt)),
+                n=rng.choice([1, 1, 1, 3]),
+                seed=rng.choice([None, number]),
+                ignore_eos=rng.random() < 0.5,
+                stop_token_ids=[rng.randrange(13)] if rng.random() < 0.2 else [],
+                **more,
+            )
+        )
+    return requests
+
+
+def assert_as_alone(engine, requests, listener: Listener, but: frozenset[str] = frozenset()):
+    for number, request in enumerate(requests):
+        for index in range(request.sampling.n):
+            outcome = listener.outcomes[request.request_id, index]
+            wanted, reason = reference(engine, request, number, index)
+            if outcome.last.finish_reason == "abort":
+                assert outcome.token_ids == wanted[: len(outcome.token_ids)]
+            elif request.request_id not in but:
+                assert (outcome.token_ids, outcome.last.finish_reason) == (wanted, reason)

@@ -1,5 +1,6 @@
 """Run the model's forward pass directly, without the engine: one prompt, one prefill."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -8,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats, formats_of
+from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import (
     Request,
     SamplingParams,
@@ -29,6 +31,11 @@ from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
 
 BLOCK_SIZE = 8
+# SmolLM2's 9 query and 3 KV heads, and sizes that no number of devices divides.
+ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=101, vocab_size=331)
+TIED = replace(ODD, tie_word_embeddings=True)
+BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
+SWIFTKV = replace(BIASED, architecture="llama_swiftkv", num_kv_layers=1, qk_norm=False)
 
 FACTORISATIONS = [
     (sp, tp) for sp in range(1, 10) for tp in range(1, 10) if sp * tp in (1, 2, 3, 4, 6, 8, 9)

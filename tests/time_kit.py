@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from echo_kit import Listener, make_request
+from echo_kit import VOCAB_SIZE, Listener, make_request
 from fleet_kit import make_fleet
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, StepPlan
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.devices import Clock, Handle, Units
+from shiftjax.sim.echo import EchoRunner
 from shiftjax.sim.replay import serve
 
 MOST_SECONDS = 300.0  # after which a test has gone wrong
@@ -121,3 +122,31 @@ def play_fleet(
 def of_tokens(name: str, num: int, arrival: float = 0.0, prompt=(1, 2, 3), **more) -> Request:
     """A request of so many steps: the first one computes its prompt."""
     return make_request(name, [*prompt], arrival, max_tokens=num, ignore_eos=True, **more)
+
+
+class PacedRunner(EchoRunner):
+    """Devices that take `seconds` for a step and do one after the other."""
+
+    def __init__(self, clock: Clock, seconds: float):
+        super().__init__(VOCAB_SIZE)
+        self.clock, self.seconds, self.idle_at = clock, seconds, 0.0
+        self.started: list[float] = []
+        self.num_ended = 0
+        self.fails_at: int | None = None  # number of the step whose results cannot be fetched
+
+    def run(self, plan, mode, previous_handle):
+        self.started.append(self.clock.now)
+        assert len(self.started) - self.num_ended <= 2, "more than two steps in flight"
+        self.idle_at = max(self.clock.now, self.idle_at) + self.seconds
+        output = super().run(plan, mode, previous_handle and previous_handle[1])
+        return Handle(self.idle_at, output)
+
+    def is_ready(self, handle):
+        return handle[0] <= self.clock.now
+
+    def fetch(self, handle):
+        self.clock.now = self.clock.seen_at = max(self.clock.now, handle[0])
+        self.num_ended += 1
+        if self.num_ended - 1 == self.fails_at:
+            raise RuntimeError("this step failed")
+        return handle[1]

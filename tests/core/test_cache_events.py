@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from echo_kit import Listener, make_engine, make_request, run_to_end, runner_of
-from fleet_kit import make_fleet
+from fleet_kit import make_fleet, random_arrangement, random_requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from spent import examples
-from test_engine_properties import FAST, Client, engines, traffic
-from test_regrouping import random_arrangement, random_requests
+from traffic_kit import FAST, Client, engines, traffic
 
 from shiftjax.core.cache_events import Batch, CacheFeed, Cleared, Removed, Stored
 from shiftjax.core.engine import Engine

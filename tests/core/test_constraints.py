@@ -1,44 +1,17 @@
 """Token constraints: kept in every step, with overlap, preemption and failed steps; dead ends."""
 
-import numpy as np
 import pytest
-from echo_kit import VOCAB_SIZE, assert_quiescent, generate, make_engine, runner_of
+from echo_kit import (
+    Alternating,
+    assert_quiescent,
+    constrained,
+    generate,
+    make_engine,
+    parities,
+    runner_of,
+)
 
-from shiftjax.core.request import Request, RequestError, SamplingParams
-
-
-class Alternating:
-    """Tokens must be even, odd, even ...; after `most` tokens nothing may follow."""
-
-    def __init__(self, most: int = 10**6, breaks_at: int = 10**6):
-        self.accepted: list[int] = []
-        self.most, self.breaks_at = most, breaks_at
-        self.mask = self._mask()
-
-    def _mask(self) -> np.ndarray:
-        parity = len(self.accepted) % 2
-        allowed = range(parity, VOCAB_SIZE, 2) if len(self.accepted) < self.most else ()
-        return np.array([sum(1 << token for token in allowed)], np.uint32)
-
-    def accept(self, token_id: int) -> bool:
-        if len(self.accepted) == self.breaks_at:
-            raise ZeroDivisionError("a bug in a constraint")
-        assert self.mask[0] >> token_id & 1, "a token that was not allowed"
-        self.accepted.append(token_id)
-        self.mask = self._mask()
-        return bool(self.mask.any())
-
-
-def request(
-    name: str, constraint: Alternating | None, prompt: tuple = (1, 2), **sampling
-) -> Request:
-    params = SamplingParams(**({"max_tokens": 12} | sampling))
-    constraints = () if constraint is None else (constraint,)
-    return Request(name, list(prompt), params, constraints=constraints)
-
-
-def parities(tokens: list[int]) -> list[int]:
-    return [token % 2 for token in tokens]
+from shiftjax.core.request import RequestError
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -49,7 +22,7 @@ def test_every_token_is_allowed_and_neighbours_do_not_notice(overlap, num_blocks
 
     constraints = {f"c{i}": Alternating() for i in range(3)}
     requests = [
-        request(name, constraints.get(name), prompt=(3 + i, 5), seed=i, max_tokens=14)
+        constrained(name, constraints.get(name), prompt=(3 + i, 5), seed=i, max_tokens=14)
         for i, name in enumerate(("c0", "free0", "c1", "free1", "c2", "free2"))
     ]
     outcomes = generate(engine(), *requests)
@@ -64,7 +37,7 @@ def test_every_token_is_allowed_and_neighbours_do_not_notice(overlap, num_blocks
 
 def test_overlap_changes_nothing():
     tokens = [
-        generate(make_engine(overlap=overlap), request("r", Alternating(), seed=4))[
+        generate(make_engine(overlap=overlap), constrained("r", Alternating(), seed=4))[
             "r", 0
         ].token_ids
         for overlap in (True, False)
@@ -74,7 +47,7 @@ def test_overlap_changes_nothing():
 
 def test_a_dead_end_is_an_error_of_its_own():
     outcomes = generate(
-        make_engine(), request("dead", Alternating(most=5)), request("other", Alternating())
+        make_engine(), constrained("dead", Alternating(most=5)), constrained("other", Alternating())
     )
     last = outcomes["dead", 0].last
     assert (last.finish_reason, last.error_code) == ("error", "constraint_failed")
@@ -84,7 +57,9 @@ def test_a_dead_end_is_an_error_of_its_own():
 
 def test_a_constraint_that_raises_ends_its_request_alone():
     outcomes = generate(
-        make_engine(), request("bug", Alternating(breaks_at=3)), request("other", Alternating())
+        make_engine(),
+        constrained("bug", Alternating(breaks_at=3)),
+        constrained("other", Alternating()),
     )
     assert outcomes["bug", 0].last.error_code == "constraint_failed"
     assert outcomes["other", 0].last.finish_reason == "length"
@@ -94,8 +69,8 @@ def test_a_failed_step_does_not_move_a_constraint():
     engine = make_engine(max_num_seqs=2)
     waiting = Alternating()
     runner_of(engine).faults[2] = "fetch"
-    requests = [request(f"r{i}", Alternating()) for i in range(2)]
-    outcomes = generate(engine, *requests, request("waits", waiting))
+    requests = [constrained(f"r{i}", Alternating()) for i in range(2)]
+    outcomes = generate(engine, *requests, constrained("waits", waiting))
     assert outcomes["r0", 0].last.error_code == "step_failed"
     assert parities(outcomes["waits", 0].token_ids) == [0, 1] * 6
     assert waiting.accepted == outcomes["waits", 0].token_ids[:-1]
@@ -113,4 +88,4 @@ def test_a_failed_step_does_not_move_a_constraint():
 )
 def test_what_could_leave_no_token_is_refused(sampling, words):
     with pytest.raises(RequestError, match=words):
-        make_engine().add_request(request("r", Alternating(), **sampling))
+        make_engine().add_request(constrained("r", Alternating(), **sampling))

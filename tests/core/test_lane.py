@@ -2,6 +2,7 @@
 
 import pytest
 from echo_kit import ENGINE_SEED, VOCAB_SIZE, Listener, make_request, reference
+from time_kit import PacedRunner
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
@@ -10,45 +11,16 @@ from shiftjax.core.policies import make_policy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.parallel.grid import Group
-from shiftjax.sim.devices import Clock, Handle
-from shiftjax.sim.echo import EchoRunner
+from shiftjax.sim.devices import Clock
 
 QUICK, SLOW = 5.0, 50.0  # seconds of a step
-
-
-class TimedRunner(EchoRunner):
-    """Devices that take `seconds` for a step and do one after the other."""
-
-    def __init__(self, clock: Clock, seconds: float):
-        super().__init__(VOCAB_SIZE)
-        self.clock, self.seconds, self.idle_at = clock, seconds, 0.0
-        self.started: list[float] = []
-        self.num_ended = 0
-        self.fails_at: int | None = None  # number of the step whose results cannot be fetched
-
-    def run(self, plan, mode, previous_handle):
-        self.started.append(self.clock.now)
-        assert len(self.started) - self.num_ended <= 2, "more than two steps in flight"
-        self.idle_at = max(self.clock.now, self.idle_at) + self.seconds
-        output = super().run(plan, mode, previous_handle and previous_handle[1])
-        return Handle(self.idle_at, output)
-
-    def is_ready(self, handle):
-        return handle[0] <= self.clock.now
-
-    def fetch(self, handle):
-        self.clock.now = self.clock.seen_at = max(self.clock.now, handle[0])
-        self.num_ended += 1
-        if self.num_ended - 1 == self.fails_at:
-            raise RuntimeError("this step failed")
-        return handle[1]
 
 
 def make(*seconds: float, overlap: bool = True, max_num_seqs: int = 8, policy=None):
     """An engine with a group for each duration, their runners and the clock."""
     clock = Clock()
     config = SchedulerConfig(64, 4, max_num_seqs, 32)
-    runners = [TimedRunner(clock, each) for each in seconds]
+    runners = [PacedRunner(clock, each) for each in seconds]
     lanes = [Lane(Scheduler(config), runner, Group(0, 2).modes) for runner in runners]
     policy = policy or make_policy("threshold", 8)
     limits = RequestLimits(VOCAB_SIZE, 252, 63 * 4)

@@ -15,7 +15,7 @@ from echo_kit import (
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from spent import examples
-from test_engine_properties import FAST, check_tokens, engines, play, traffic
+from traffic_kit import FAST, check_tokens, engines, play, traffic
 
 from shiftjax.core.micro_batches import num_dealt
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from machine_kit import FLOAT32, PLAIN, TINY
 
 from shiftjax.arch.config import Experts, LayerKind
 from shiftjax.arch.formats import Formats
@@ -17,7 +18,7 @@ from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
-from shiftjax.costs.machine import EngineOverhead, Machine, Transfer
+from shiftjax.costs.machine import EngineOverhead, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.memory import kv_token_bytes, weight_bytes
 from shiftjax.costs.step_costs import CostModel
@@ -25,28 +26,6 @@ from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
 
-TINY = PRESETS["tiny"]  # hidden 64, intermediate 128, 2 layers, 8 query and 4 KV heads of 8
-WAY = (Transfer(1.0, 10.0),)
-PLAIN = Machine(
-    "plain",
-    num_devices=8,
-    memory_bytes=1e9,
-    memory_bytes_per_second=1000.0,
-    memory_efficiency=1.0,
-    kv_efficiency={"bfloat16": 1.0},
-    matmul_flops={"float32": 1e30},
-    matmul_efficiency=1.0,
-    attention_efficiency=1.0,
-    compute_units=1,
-    tile_rows=(8,),
-    tile_columns=8,
-    tile_seconds=0.0,
-    kernel_seconds=0.0,
-    all_reduce=WAY,
-    all_to_all=WAY,
-    all_gather=WAY,
-    point_to_point=WAY,
-)
 NO_OVERHEAD = EngineOverhead(
     "none",
     host_seconds=0.0,
@@ -64,7 +43,6 @@ NO_OVERHEAD = EngineOverhead(
     replicas_in_step=False,
 )
 ONE = Mode(1, 1)
-FLOAT32 = Formats("float32", "float32", "float32")
 
 
 def costs(sp=1, tp=1, machine=PLAIN, engine=NO_OVERHEAD, model=None, buckets=()):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import jax
 import pytest
-from harness import covered, held_bytes, silent
+from harness import BIASED, ODD, SWIFTKV, TIED, covered, held_bytes, silent
 
 from shiftjax.arch.config import Experts, ModelConfig, Speculator
 from shiftjax.arch.formats import Formats, formats_of
@@ -17,11 +17,6 @@ from shiftjax.device.place import define, load
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
-# SmolLM2's 9 query and 3 KV heads, and sizes that no number of devices divides.
-ODD = replace(PRESETS["tiny"], num_heads=9, num_kv_heads=3, intermediate_size=101, vocab_size=331)
-TIED = replace(ODD, tie_word_embeddings=True)
-BIASED = replace(TIED, attention_bias=True, output_bias=True, mlp_bias=True, qk_norm=True)
-SWIFTKV = replace(BIASED, architecture="llama_swiftkv", num_kv_layers=1, qk_norm=False)
 EXPERTS = replace(PRESETS["tiny-qwen3-moe"], experts=Experts(11, 2, 24, dense_layers=(0,)))
 DRAFTED = {
     "mlp": replace(SWIFTKV, speculator=Speculator("mlp", 3, 40)),

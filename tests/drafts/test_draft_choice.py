@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from echo_kit import generate, make_engine, make_request, runner_of
+from guesses_kit import Guesses, let_draft
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_speculation import Guesses, let_draft
 
 from shiftjax.core.policies import CostPolicy, ThresholdPolicy
 from shiftjax.costs.machine_files import load_engine

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import pytest
 from echo_kit import VOCAB_SIZE, make_request
+from guesses_kit import let_draft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_draft_choice import BASE, SHIFT, Claiming, Costs
-from test_lane import TimedRunner
-from test_speculation import let_draft
+from time_kit import PacedRunner
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
@@ -120,7 +120,7 @@ class Padded(Costs):
         return size, size
 
 
-class Measured(TimedRunner):
+class Measured(PacedRunner):
     """A step takes what `truth` says of its padded tokens and its number, after the host."""
 
     def __init__(self, clock, truth, host_seconds=0.0, switch_seconds=0.0):

@@ -4,10 +4,9 @@ import random
 
 import pytest
 from echo_kit import Listener, make_request, run_to_end
-from fleet_kit import make_fleet
+from fleet_kit import assert_as_alone, make_fleet
 from hypothesis import given
 from hypothesis import strategies as st
-from test_regrouping import assert_as_alone
 
 from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.handover import Pair, calls

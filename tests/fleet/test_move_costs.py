@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from test_step_costs import FLOAT32, PLAIN, TINY
+from machine_kit import FLOAT32, PLAIN, TINY
 
 from shiftjax.costs.machine import Transfer
 from shiftjax.fleet.move_costs import MoveCosts, blocks_per_call

@@ -8,15 +8,14 @@ from echo_kit import (
     Listener,
     assert_quiescent,
     make_request,
-    reference,
     run_to_end,
 )
 from echo_pools import EchoMover, Told
-from fleet_kit import make_fleet
+from fleet_kit import assert_as_alone, make_fleet, random_arrangement, random_requests
+from guesses_kit import Guesses, let_draft
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spent import examples
-from test_speculation import Guesses, let_draft
 
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.drafting import Drafting
@@ -25,9 +24,6 @@ from shiftjax.fleet import handover
 from shiftjax.fleet.fleet_policy import NeedPolicy, Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import (
-    Arrangement,
-    all_groups,
-    bound,
     equal_groups,
     possible_widths,
 )
@@ -35,39 +31,6 @@ from shiftjax.parallel.grid import Group
 
 UNITS = 8
 WIDTHS = possible_widths(UNITS)
-
-
-def random_arrangement(rng: random.Random, units: int = UNITS) -> Arrangement:
-    found = equal_groups(units, 1)
-    for group in rng.sample(all_groups(units, possible_widths(units)), rng.randrange(6)):
-        found = (
-            bound(found, group)
-            if all(g.width <= group.width for g in found if g.overlaps(group))
-            else found
-        )
-    return found
-
-
-def random_requests(rng: random.Random, num: int, **more) -> list:
-    shared = [rng.randrange(13) for _ in range(20)]
-    requests = []
-    for number in range(num):
-        prompt = shared[: rng.choice([0, 0, 9, 17])]
-        prompt = prompt + [rng.randrange(13) for _ in range(rng.randrange(1, 12))]
-        requests.append(
-            make_request(
-                str(number),
-                prompt,
-                float(number),
-                max_tokens=rng.randrange(1, 48 - len(prompt)),
-                n=rng.choice([1, 1, 1, 3]),
-                seed=rng.choice([None, number]),
-                ignore_eos=rng.random() < 0.5,
-                stop_token_ids=[rng.randrange(13)] if rng.random() < 0.2 else [],
-                **more,
-            )
-        )
-    return requests
 
 
 def play(
@@ -92,17 +55,6 @@ def play(
         assert turn < 4000, engine.stats()
     assert engine.stats().num_failed_steps == num_failures
     return listener
-
-
-def assert_as_alone(engine, requests, listener: Listener, but: frozenset[str] = frozenset()):
-    for number, request in enumerate(requests):
-        for index in range(request.sampling.n):
-            outcome = listener.outcomes[request.request_id, index]
-            wanted, reason = reference(engine, request, number, index)
-            if outcome.last.finish_reason == "abort":
-                assert outcome.token_ids == wanted[: len(outcome.token_ids)]
-            elif request.request_id not in but:
-                assert (outcome.token_ids, outcome.last.finish_reason) == (wanted, reason)
 
 
 @pytest.mark.costs(30)

@@ -18,7 +18,7 @@ from echo_kit import (
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from spent import examples
-from test_engine_properties import FAST, Client, check_tokens, play
+from traffic_kit import FAST, Client, check_tokens, play
 
 from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.topology import Topology

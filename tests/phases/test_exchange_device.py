@@ -8,8 +8,7 @@ from functools import partial
 import jax
 import numpy as np
 import pytest
-from harness import held_bytes, silent
-from test_weight_bytes import BIASED, ODD, SWIFTKV, TIED
+from harness import BIASED, ODD, SWIFTKV, TIED, held_bytes, silent
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats, formats_of

@@ -3,18 +3,19 @@
 import pytest
 from echo_kit import (
     HOST_BLOCK_BYTES,
+    Alternating,
     Listener,
     assert_quiescent,
+    constrained,
     generate,
     make_engine,
     make_request,
+    parities,
     reference,
     run_to_end,
     runner_of,
 )
 from phases_kit import LoadFault, exchange_of, make_phases
-from test_constraints import Alternating, parities
-from test_constraints import request as constrained
 
 from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.phases.resharding import Resharding, ReshardingState

@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from phases_kit import exchange_of, make_phases, runners_of
 from spent import examples
-from test_engine_properties import FAST, check_tokens, play, traffic
+from traffic_kit import FAST, check_tokens, play, traffic
 
 from shiftjax.phases.resharding import ReshardingState
 

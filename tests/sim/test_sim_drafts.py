@@ -31,7 +31,6 @@ H200 = Target(
     load_engine("shiftjax"),
     Formats("fp8", "fp8"),
 )
-LENGTHS = [3 * n for n in OUTPUTS]
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 
 
