@@ -46,20 +46,11 @@ class Span(NamedTuple):
         return self.group.first <= unit < self.group.first + self.group.width
 
 
-class TimedRunner:
-    """Around a runner: a step occupies the units of its group for `seconds(plan)`."""
+class Delayed:
+    """Around a runner: `run`, of a subclass, says in a `Handle` when a step is done."""
 
-    def __init__(self, runner, group: Group, clock: Clock, units: Units, seconds, spans):
-        self.runner, self.group, self.clock, self.units = runner, group, clock, units
-        self.seconds, self.spans = seconds, spans
-
-    def run(self, plan, mode, previous):
-        handle = self.runner.run(plan, mode, previous and previous[1])
-        seconds = self.seconds(plan)
-        done = self.units.occupy(self.group, self.clock.now, seconds)
-        names = tuple(item.sequence.request.request_id for item in plan.scheduled)
-        self.spans.append(Span(done - seconds, done, self.group, names))
-        return Handle(done, handle)
+    def __init__(self, runner, clock: Clock):
+        self.runner, self.clock = runner, clock
 
     def is_ready(self, handle):
         return handle.done <= self.clock.now
@@ -70,6 +61,23 @@ class TimedRunner:
 
     def reset(self):
         self.runner.reset()
+
+
+class TimedRunner(Delayed):
+    """Around a runner: a step occupies the units of its group for `seconds(plan)`."""
+
+    def __init__(self, runner, group: Group, clock: Clock, units: Units, seconds, spans):
+        super().__init__(runner, clock)
+        self.group, self.units = group, units
+        self.seconds, self.spans = seconds, spans
+
+    def run(self, plan, mode, previous):
+        handle = self.runner.run(plan, mode, previous and previous[1])
+        seconds = self.seconds(plan)
+        done = self.units.occupy(self.group, self.clock.now, seconds)
+        names = tuple(item.sequence.request.request_id for item in plan.scheduled)
+        self.spans.append(Span(done - seconds, done, self.group, names))
+        return Handle(done, handle)
 
 
 class Played(NamedTuple):

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from echo_kit import make_request
 from fleet_kit import make_fleet
+from time_kit import Delayed
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -31,12 +32,12 @@ def step_seconds(plan, mode) -> float:
     return 0.05 + 0.01 * plan.num_tokens / mode.width + 0.01 * mode.sp
 
 
-class Recorder:
+class Recorder(Delayed):
     """Around a runner: notes plans; lets virtual time pass where the runner has none."""
 
     def __init__(self, runner, clock, units, group, plans):
-        self.runner, self.clock, self.units, self.group = runner, clock, units, group
-        self.plans = plans
+        super().__init__(runner, clock)
+        self.units, self.group, self.plans = units, group, plans
 
     def run(self, plan, mode, previous):
         tables = [(s.sequence.order, s.start, s.num_tokens, tuple(s.sequence.block_table))
@@ -47,16 +48,6 @@ class Recorder:
             return Handle(handle.done, handle)
         done = self.units.occupy(self.group, self.clock.now, step_seconds(plan, mode))
         return Handle(done, handle)
-
-    def is_ready(self, handle):
-        return handle[0] <= self.clock.now
-
-    def fetch(self, handle):
-        self.clock.now = self.clock.seen_at = max(self.clock.now, handle[0])
-        return self.runner.fetch(handle[1])
-
-    def reset(self):
-        self.runner.reset()
 
 
 def play(kind: str, *, simulated: bool):

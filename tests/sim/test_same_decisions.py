@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from engines import checkpoint, make
+from time_kit import Delayed
 
 from shiftjax.arch.formats import Formats
 from shiftjax.core.engine import Engine
@@ -32,11 +33,12 @@ def step_seconds(plan, mode) -> float:
     return 0.1 + 0.01 * plan.num_tokens + (0.05 if mode.sp == 1 else 0.0)
 
 
-class Recorder:
+class Recorder(Delayed):
     """Around a runner: notes every plan; with `seconds`, lets virtual time pass for devices."""
 
     def __init__(self, runner, clock, plans, seconds):
-        self.runner, self.clock, self.plans, self.seconds = runner, clock, plans, seconds
+        super().__init__(runner, clock)
+        self.plans, self.seconds = plans, seconds
         self.number, self.idle_at = len(plans), 0.0
         plans.append([])
 
@@ -51,16 +53,6 @@ class Recorder:
             return Handle(handle[0], handle)
         self.idle_at = max(self.clock.now, self.idle_at) + self.seconds(plan, mode)
         return Handle(self.idle_at, handle)
-
-    def is_ready(self, handle):
-        return handle[0] <= self.clock.now
-
-    def fetch(self, handle):
-        self.clock.now = self.clock.seen_at = max(self.clock.now, handle[0])
-        return self.runner.fetch(handle[1])
-
-    def reset(self):
-        self.runner.reset()
 
 
 def record(engine: Engine, runners, clock: Clock, seconds=None):

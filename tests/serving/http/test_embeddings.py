@@ -15,7 +15,6 @@ from hypothesis.extra.numpy import arrays
 from kit import USER, byte_tokenizer, is_error, metric_total, metric_values
 
 from serving.proto import shiftjax_pb2 as pb
-from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.server.embedding import shortened
 from shiftjax import Embedder
 from shiftjax.arch.pooling import Pooling
@@ -45,12 +44,6 @@ def client(server):
     with server.client() as client:
         yield client
     server.assert_quiescent()
-
-
-@pytest.fixture(scope="module")
-def stub(server):
-    with grpc.insecure_channel(server.server.grpc.address) as channel:
-        yield pb_grpc.InferenceStub(channel)
 
 
 @pytest.fixture(scope="module")
