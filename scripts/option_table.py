@@ -25,4 +25,5 @@ def add_options(parser: argparse.ArgumentParser, table: Mapping[str, Any]) -> No
         keywords |= {} if isinstance(one, type) else {"default": default}
         keywords |= {"nargs": "+"} if isinstance(default, list) else {}
         keywords = {"action": "store_true"} if default is False else keywords
-        parser.add_argument(name, **keywords | ({"help": more} if isinstance(more, str) else more))
+        keywords |= {"help": more} if isinstance(more, str) else more
+        parser.add_argument(name, **keywords)

@@ -29,9 +29,9 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.build import Built
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import SequenceState
-from shiftjax.fleet.regrouping import Fleet
-from shiftjax.fleet.handover import Copy, Crossing, Mover
 from shiftjax.fleet.fleet_policy import FixedArrangement, Wish
+from shiftjax.fleet.handover import Copy, Crossing, Mover
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.arrangements import Arrangement, equal_groups
 
 UNITS, BLOCK_SIZE = 8, 16
