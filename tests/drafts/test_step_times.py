@@ -8,7 +8,7 @@ from echo_kit import VOCAB_SIZE, make_request
 from guesses_kit import let_draft
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_draft_choice import BASE, SHIFT, Claiming, Costs
+from test_prices import BASE, SHIFT, Claiming, Costs
 from time_kit import PacedRunner
 
 from shiftjax.core.engine import Engine

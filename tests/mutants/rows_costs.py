@@ -9,7 +9,7 @@ STAGES = "shiftjax/costs/group_costs.py"
 MOVES = "shiftjax/fleet/move_costs.py"
 
 TEST_COSTS = "tests/costs/test_step_costs.py"
-TEST_STAGES = "tests/costs/test_stage_costs.py"
+TEST_STAGES = "tests/costs/test_group_costs.py"
 TEST_MOVES = "tests/fleet/test_move_costs.py"
 TEST_LEVELS = "tests/costs/test_levels.py"
 

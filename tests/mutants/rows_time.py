@@ -294,7 +294,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/costs/group_costs.py",
         "in_flight = len(stages) + self.engine.overlaps",
         "in_flight = len(stages)",
-        ("tests/costs/test_stage_costs.py",),
+        ("tests/costs/test_group_costs.py",),
         "an engine that prepares the next step is predicted as if it did not",
     ),
     Mutant(
@@ -303,7 +303,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/costs/group_costs.py",
         "in_flight = len(stages) + self.engine.overlaps",
         "in_flight = len(stages) + 1",
-        ("tests/costs/test_stage_costs.py",),
+        ("tests/costs/test_group_costs.py",),
         "an engine that does not overlap is predicted as if it did",
     ),
     Mutant(
@@ -312,7 +312,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/costs/group_costs.py",
         "(sum(stages) + host) / in_flight)",
         "sum(stages) / in_flight)",
-        ("tests/costs/test_stage_costs.py",),
+        ("tests/costs/test_group_costs.py",),
         "the host's seconds are left out of the round of a step",
     ),
     Mutant(
@@ -321,7 +321,7 @@ ROWS: tuple[Mutant, ...] = (
         "shiftjax/costs/group_costs.py",
         "return max(*stages, host, (sum",
         "return max(*stages, (sum",
-        ("tests/costs/test_stage_costs.py",),
+        ("tests/costs/test_group_costs.py",),
         "a host that is slower than any stage is not seen",
     ),
     Mutant(
