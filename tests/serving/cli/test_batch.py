@@ -1,11 +1,10 @@
-"""`shiftjax batch` and its script: both formats, order, bad lines, resuming what broke off."""
+"""`shiftjax batch`: both formats, order, bad lines, resuming what broke off."""
 
 import asyncio
 import json
 import re
 from pathlib import Path
 
-import generate as script
 import msgspec
 import pytest
 from batch_kit import encoded, run_through
@@ -339,22 +338,23 @@ def test_resuming_leaves_out_what_is_done(tmp_path):
             open_output(path, lines, True, PLAIN)
 
 
-# ---------------------------------------------------------------- the script
+# ---------------------------------------------------------------- what it refuses
 
 
 @pytest.mark.parametrize(
     ("argv", "fragment"),
     [
-        ((), "the following arguments are required: --prompts, --output"),
-        (("--prompts", "{dir}/absent", "--output", "{dir}/o"), "absent: No such file"),
-        (("--prompts", "{dir}/in", "--output", "{dir}/in"), "exists; --resume continues it"),
-        (("--prompts", "{dir}/in", "--output", "{dir}"), "is a directory"),
-        (("--prompts", "{dir}/in", "--output", "{dir}/o", "--tp", "0"), "must be at least 1"),
+        ((), "the following arguments are required: input, --output"),
+        (("{dir}/absent", "--output", "{dir}/o"), "absent: No such file"),
+        (("{dir}/in", "--output", "{dir}/in"), "exists; --resume continues it"),
+        (("{dir}/in", "--output", "{dir}"), "is a directory"),
+        (("{dir}/in", "--output", "{dir}/o", "--tp", "0"), "must be at least 1"),
     ],
 )
-def test_the_script_refuses_what_it_cannot_use(capsys, tmp_path, argv, fragment):
+def test_what_it_cannot_use_is_refused(capsys, tmp_path, argv, fragment):
     (tmp_path / "in").write_text('{"prompt": "x"}\n')
-    assert script.main([word.format(dir=tmp_path) for word in argv]) == 2
+    words = [word.format(dir=tmp_path) for word in argv]
+    assert main(["batch", *words, "--format", "plain"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert fragment in line
     assert (tmp_path / "in").read_text() == '{"prompt": "x"}\n'
