@@ -30,7 +30,7 @@ from shiftjax.sim.experiments import as_text
 
 Row = dict[str, Any]
 NAMES = (
-    *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases", "groups"),
+    *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases"),
     *("two_hosts", "host", "host_tier", "kv_events", "loads", "soak", "router", "forced_calls"),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}

@@ -198,9 +198,8 @@ def judged(attend: Any, kernel: Kernel, steps: Steps, name: str) -> Row:
     new = [new for new, _ in dict(steps)[name]]
     num_decodes = sum(1 for _ in itertools.takewhile(lambda count: count == 1, new))
     work = divided(kernel, step.kv.seq_lens, step.query_start_loc, num_decodes, len(step.q))
-    placed = jax.device_put((step.q, step.kv, work))
-    runs = [np.asarray(attend(*placed)) for _ in range(RUNS)]
-    return judgement(runs, step.expected[: sum(new)], LIMITS[kernel.dtype])
+    expected = step.expected[: sum(new)]
+    return judgement(runs_of(attend, step.q, step.kv, work), expected, LIMITS[kernel.dtype])
 
 
 def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> Row:
@@ -211,9 +210,14 @@ def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> Row:
     rows = Rows(np.arange(count, dtype=np.int32), step.kv.seq_lens[:count])
     options = {"sliding_window": kernel.sliding_window, "config": config_of(kernel).decode}
     work = divide_decode(rows, len(last), kv_heads=kernel.heads[1], **options)
-    placed = jax.device_put((step.q[last], step.kv._replace(seq_lens=None), work))
-    runs = [np.asarray(attend(*placed)) for _ in range(RUNS)]
+    runs = runs_of(attend, step.q[last], step.kv._replace(seq_lens=None), work)
     return judgement(runs, step.expected[last[:count]], LIMITS[kernel.dtype])
+
+
+def runs_of(call: Any, *arguments: Any) -> list[np.ndarray]:
+    """Return what some calls give."""
+    placed = jax.device_put(arguments)
+    return [np.asarray(call(*placed)) for _ in range(RUNS)]
 
 
 def judgement(runs: list[np.ndarray], expected: np.ndarray, limit: float) -> Row:
@@ -235,8 +239,7 @@ def judged_write(kernel: Kernel, interpret: Any) -> Row:
         pool = kv_write.write_kv(*arrays[:4], scales=arrays.scales, interpret=interpret)
         return jax.lax.bitcast_convert_type(jnp.stack(pool), jnp.uint8)
 
-    placed, run = jax.device_put(arrays), jax.jit(write)
-    runs = [np.asarray(run(placed)) for _ in range(RUNS)]
+    runs = runs_of(jax.jit(write), arrays)
     wrong = write_cases.wrong_with_codes(runs, write_cases.expected_codes(arrays))
     return {"wrong": wrong, "right": wrong is None}
 

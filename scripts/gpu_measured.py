@@ -63,13 +63,11 @@ def machine_with(machine: Machine, rows: Rows) -> Machine:
 def changes(before: Machine, after: Machine) -> dict[str, Any]:
     """Return the constants that differ, by number format those of the format."""
     found = {}
-    for each in fields(Machine):
-        old, new = getattr(before, each.name), getattr(after, each.name)
-        if isinstance(new, Mapping):
-            new = {fmt: value for fmt, value in new.items() if value != old.get(fmt)}
-            old = {}
+    for name in (each.name for each in fields(Machine)):
+        old, new = getattr(before, name), getattr(after, name)
         if new != old:
-            found[each.name] = new
+            is_map = isinstance(new, Mapping)
+            found[name] = {f: v for f, v in new.items() if v != old.get(f)} if is_map else new
     return found
 
 

@@ -10,7 +10,8 @@ done in either case.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import product
 from typing import Any
 
 from cases.throughput_work import BF16_BYTES, decode_bytes, prefill_flops
@@ -64,9 +65,14 @@ def _row(part: str, row: str, field: str, bounds: Any, decides: str) -> dict[str
     return {"part": part, "row": row, "field": field} | between | {"decides": decides}
 
 
-def _ceilings(machine: Machine) -> list[dict[str, Any]]:
+def _peaks(machine: Machine) -> tuple[float, float]:
+    """Return GB/s of a copy and TFLOP/s of a GEMM."""
     copy = COPY * machine.memory_bytes_per_second / 1e9
-    gemm = GEMM * machine.matmul_flops["bfloat16"] / 1e12
+    return copy, GEMM * machine.matmul_flops["bfloat16"] / 1e12
+
+
+def _ceilings(machine: Machine) -> list[dict[str, Any]]:
+    copy, gemm = _peaks(machine)
     broken = "lower: clocks or power are limited, or the GPU is shared; nothing else counts then"
     return [
         _row("ceilings", "copy", "rate", (0.94 * copy, copy, 1.06 * copy), broken),
@@ -193,14 +199,11 @@ def _engine(machine: Machine) -> list[dict[str, Any]]:
             value += _apart_seconds(options, model, machine)
             more = _kv_bytes(model, batch) / rate / of_format(machine.kv_efficiency, "bfloat16")
             low, mid, high = (more * (one - 1) if loops else 0.0 for one in LOOP_TRAFFIC)
+            row = f"engine: {name}", f"decode of {batch}"
             bounds = least + low, value + mid, 1.35 * value + high
-            rows.append(
-                _row(f"engine: {name}", f"decode of {batch}", "device_seconds", bounds, _DEVICE)
-            )
             bubble = (0.0, 2e-5, 1.5e-4) if graph else [us * 1e-6 for us in BLOCKED_US]
-            rows.append(
-                _row(f"engine: {name}", f"decode of {batch}", "bubble_seconds", bubble, _BUBBLE)
-            )
+            rows.append(_row(*row, "device_seconds", bounds, _DEVICE))
+            rows.append(_row(*row, "bubble_seconds", bubble, _BUBBLE))
     return rows + _users(machine, costs)
 
 
@@ -253,8 +256,7 @@ _LARGE = "higher: the profile says which kernels, and how many launches"
 
 def _torch(machine: Machine) -> list[dict[str, Any]]:
     """The same ceilings, and attention of FlashAttention-2 to cuDNN's."""
-    copy = COPY * machine.memory_bytes_per_second / 1e9
-    gemm = GEMM * machine.matmul_flops["bfloat16"] / 1e12
+    copy, gemm = _peaks(machine)
     sdpa, same = (300.0, 520.0, 640.0), "far from ours: one of the two programs is not what it says"
     return [
         _row("torch", "copy", "rate", (0.9 * copy, copy, 1.06 * copy), same),
@@ -269,20 +271,15 @@ def _all_reduces(machine: Machine) -> list[dict[str, Any]]:
 
     rows, decides = [], "XLA's kernels stay on while they are quicker from 16 KB to 1 MB"
     kinds = {"XLA's kernels": machine.all_reduce[:2], "NCCL": [NCCL]}
-    for size in (BF16_BYTES * tokens * HIDDEN for tokens in TOKENS):
-        for kind, lines in kinds.items():
-            value = 1e6 * _all_reduce_seconds(lines, size)
-            bounds = value / 2, value, 2 * value
-            rows.append(_row("all-reduce", f"{size >> 10} KB, {kind}", "us", bounds, decides))
+    for size, (kind, lines) in product((BF16_BYTES * n * HIDDEN for n in TOKENS), kinds.items()):
+        volumes = {"one_shot": 7 * size, "ring": 2 * 7 / 8 * size}  # `Transfer` says which count
+        seconds = (
+            line.latency_seconds + volumes[line.volume] / line.bytes_per_second for line in lines
+        )
+        value = 1e6 * min(seconds)
+        bounds = value / 2, value, 2 * value
+        rows.append(_row("all-reduce", f"{size >> 10} KB, {kind}", "us", bounds, decides))
     return rows
-
-
-def _all_reduce_seconds(lines: Sequence[Transfer], size: int) -> float:
-    """Seconds of the quickest way among 8 devices (`Transfer` says which bytes count)."""
-    volumes = {"one_shot": 7 * size, "ring": 2 * 7 / 8 * size}
-    return min(
-        line.latency_seconds + volumes[line.volume] / line.bytes_per_second for line in lines
-    )
 
 
 def _large(machine: Machine) -> list[dict[str, Any]]:

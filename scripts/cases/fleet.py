@@ -97,7 +97,7 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     fleet.mover = WaitingMover(fleet.mover, built)
     for context, num in product(args.contexts, args.counts):
         rounds = [switch_once(built.engine, num, context) for _ in range(args.rounds + 1)]
-        row = medians(rounds[1:])
+        row = medians(rounds[1:], 6)
         ratio = row["recompute_seconds"] / row["bind_seconds"]
         yield {"sequences": num, "context": context, **row, "ratio": ratio}
 

@@ -35,7 +35,7 @@ FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 def start(host_memory: str, num_tokens: int) -> LLM:
     """Return an engine whose pool holds one prompt."""
     num_blocks = 2 + -(-num_tokens // BLOCK_SIZE)  # the null block, and one to spare
-    sizes: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": 8}
+    sizes: Row = {"block_size": BLOCK_SIZE, "num_blocks": num_blocks, "max_num_seqs": 8}
     sizes |= {"max_model_len": num_tokens + BLOCK_SIZE, "max_num_batched_tokens": 512}
     sizes |= {"token_buckets": [8, 512], "host_memory": host_memory}
     return LLM("smollm2-135m", devices=1, **sizes)

@@ -25,7 +25,6 @@ from cases.kit import BLOCK_SIZE, VOCAB_SIZE, Row, echo_engine, medians
 from serving.server.kv_events import KvEvents
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.cache_events import CacheFeed
-from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.sim.echo import EchoRunner
 
@@ -59,7 +58,9 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, dict[st
 
 def steps_of(options: argparse.Namespace, events: KvEvents) -> dict:
     """Microseconds of the engine's thread, by kind of step: (off, on, difference)."""
-    engines = [make_engine(options) for _ in range(2)]
+    blocks = options.sequences * -(-(options.prompt + options.output) // BLOCK_SIZE)
+    sizes = options.sequences, STEP_TOKENS, options.prompt + options.output, 1 + 2 * blocks
+    engines = [echo_engine([EchoRunner(VOCAB_SIZE)], *sizes) for _ in range(2)]
     feed = CacheFeed([engines[1].lanes[0].scheduler.tables.device])
     after = (lambda: None, partial(events.send_from, feed))
     taken: dict[str, list[Row]] = {"prompts": [], "decodes": []}
@@ -86,14 +87,6 @@ def steps_of(options: argparse.Namespace, events: KvEvents) -> dict:
     others = time.process_time() - begin[0] - (time.thread_time() - begin[1])
     found = {"other_us": 1e6 * others / num_steps, "num_events": events.counts["sent"]}
     return found | {kind: medians(rows) for kind, rows in taken.items()}
-
-
-def make_engine(options: argparse.Namespace) -> Engine:
-    """An engine whose pool holds two rounds."""
-    length = options.prompt + options.output
-    num_blocks = 1 + 2 * options.sequences * -(-length // BLOCK_SIZE)
-    runners = [EchoRunner(VOCAB_SIZE)]
-    return echo_engine(runners, options.sequences, STEP_TOKENS, length, num_blocks)
 
 
 def tell_all_ms(num_blocks: int) -> tuple[float, float]:

@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -167,21 +167,18 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-@dataclass
 class ServerProcess:
     """`shiftjax serve` with some flags on free ports, looked at from outside (Linux)."""
 
-    flags: list[str]
-    target: Target = field(init=False)
-    grpc_address: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.target = Target("127.0.0.1", free_port(), "", False)
-        grpc_port = free_port()
-        self.grpc_address = f"127.0.0.1:{grpc_port}"
-        ports = [f"--port={self.target.port}", f"--grpc-port={grpc_port}"]
-        self.command = [sys.executable, "-m", "serving.cli.main", "serve", *ports, *self.flags]
-        print(f"http://127.0.0.1:{self.target.port}/ui", flush=True)
+    def __init__(self, flags: list[str]) -> None:
+        port, grpc_port = free_port(), free_port()
+        self.target, self.grpc_address = (
+            Target("127.0.0.1", port, "", False),
+            f"127.0.0.1:{grpc_port}",
+        )
+        ports = [f"--port={port}", f"--grpc-port={grpc_port}"]
+        self.command = [sys.executable, "-m", "serving.cli.main", "serve", *ports, *flags]
+        print(f"http://127.0.0.1:{port}/ui", flush=True)
         self.process = subprocess.Popen(self.command, stderr=subprocess.DEVNULL)
 
     async def wait_until_ready(self) -> None:

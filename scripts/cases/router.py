@@ -15,9 +15,10 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from serving.bench.client import Target, complete, parse_url
+from serving.bench.client import complete, parse_url
 from serving.bench.load import closed_loop
 
 STREAM_EVERY = 5
@@ -47,7 +48,11 @@ async def load(
     target, answers = parse_url(url), []
 
     async def send(number: int) -> None:
-        answers.append(await ask(target, model, number))
+        prompt, is_stream = PROMPTS[number % len(PROMPTS)], number % STREAM_EVERY == 0
+        body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        found = await complete(target, body, streams=is_stream)
+        times, text = (found.sent_at, found.ended_at), found.texts.get(0, "")
+        answers.append(Answer(prompt, is_stream, text, found.error or "", *times))
         on_answer()
 
     def numbers() -> Iterator[int]:
@@ -58,15 +63,6 @@ async def load(
 
     await closed_loop(send, concurrent, numbers())
     return answers
-
-
-async def ask(target: Target, model: str, number: int) -> Answer:
-    """One request, whose prompt and kind are those of its number."""
-    prompt, is_stream = PROMPTS[number % len(PROMPTS)], number % STREAM_EVERY == 0
-    body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    sample = await complete(target, body, streams=is_stream)
-    text = sample.texts.get(0, "")
-    return Answer(prompt, is_stream, text, sample.error or "", sample.sent_at, sample.ended_at)
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
@@ -81,14 +77,6 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "slowest_seconds": round(max((each.ended - each.began for each in whole), default=0.0), 2),
         "longest_silence_seconds": round(max(gaps, default=0.0), 2),
     }
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 OPTIONS = {
@@ -109,6 +97,6 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         if next(num_answers) == args.requests // 5 and args.pid is not None:
             os.kill(args.pid, signal.Signals[f"SIG{args.signal}"])
 
-    is_over = lambda: args.pid is None or not _is_running(args.pid)  # noqa: E731
+    is_over = lambda: args.pid is None or not Path(f"/proc/{args.pid}").exists()  # noqa: E731
     sizes = args.requests, args.concurrent
     yield summary(asyncio.run(load(args.url, args.model, *sizes, on_answer, is_over)))

@@ -44,7 +44,7 @@ from typing import Any
 
 from cases.speculation_rows import FIXED, PLAIN, Answer, Round, joined, rows_of
 from cases.speculation_workloads import Prompt, batches, conversation, make_workloads, questions
-from cases.workers import WORKERS, Worker
+from cases.workers import Worker
 from peers.prepare import default_work_dir, prepare
 
 from shiftjax import LLM, SamplingParams
@@ -167,10 +167,7 @@ def settle(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]
     args.dtype = args.dtype or ("float32" if args.quick and not args.peers else "bfloat16")
     if problem := problem_with(args):
         raise ConfigError([problem])
-    try:
-        return planned(args)
-    except ValueError as error:
-        raise ConfigError([str(error)]) from None
+    return planned(args)
 
 
 def problem_with(args: argparse.Namespace) -> str | None:
@@ -203,22 +200,19 @@ def configs(args: argparse.Namespace, model: str) -> dict[str, EngineConfig]:
 
 def start_peers(args: argparse.Namespace, gguf: Path) -> dict[str, Worker]:
     """Return the peers' processes, loaded."""
-    options = ["--threads", args.threads, "--max-model-len", args.max_model_len]
-    workers = {}
-    for name in args.peers:
-        command = [str(w) for w in (args.peer_python, WORKERS / PEERS[name], gguf, *options)]
-        workers[name] = Worker(name, command, default_work_dir() / f"{name}.log")
-    return workers
+    options = [gguf, "--threads", args.threads, "--max-model-len", args.max_model_len]
+    logs = {name: default_work_dir() / f"{name}.log" for name in args.peers}
+    return {n: Worker(n, [args.peer_python, PEERS[n], *options], log) for n, log in logs.items()}
 
 
 def planned(args: argparse.Namespace) -> dict[int, dict[str, list[list[Prompt]]]]:
-    """The prompts of every round, by streams and workload; raises ValueError if too few."""
+    """Return the prompts of every round, by streams and workload."""
     workloads, found = make_workloads(args.workloads, args.prompts), {}
     for streams in args.streams:
         per_task = args.per_task and args.per_task // streams
+        num_rounds = {n: (n not in OWN_WORKLOADS and per_task) or args.rounds for n in workloads}
         found[streams] = {
-            name: batches(prompts, streams, (name not in OWN_WORKLOADS and per_task) or args.rounds)
-            for name, prompts in workloads.items()
+            name: batches(prompts, streams, num_rounds[name]) for name, prompts in workloads.items()
         }
     return found
 

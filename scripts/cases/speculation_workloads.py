@@ -9,6 +9,7 @@ from pathlib import Path
 from shiftjax.core import blocks
 from shiftjax.costs import buckets
 from shiftjax.drafts import choice, search
+from shiftjax.options import ConfigError
 from shiftjax.parallel import degrees
 
 _TOPICS = (
@@ -45,14 +46,9 @@ MT_BENCH_CATEGORIES = frozenset(
 
 
 def functions() -> list[str]:
-    """The source of functions of the package."""
-    own = [
-        function
-        for module in MODULES
-        for _, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__
-    ]
-    sources = map(inspect.getsource, own)
+    """Return the source of functions of the package that are worth an edit."""
+    found = ((m, f) for m in MODULES for _, f in inspect.getmembers(m, inspect.isfunction))
+    sources = [inspect.getsource(f) for m, f in found if f.__module__ == m.__name__]
     return [source for source in sources if len(source.splitlines()) in LINES]
 
 
@@ -112,16 +108,13 @@ def tasks(lines: list[str]) -> dict[str, list[str]]:
 
 
 def make_workloads(names: list[str], prompts: Path | None) -> dict[str, Iterator[Prompt]]:
-    """The prompts of each workload; those of a file's tasks in the place of `chat`."""
+    """Return the prompts of each workload; those of a file's tasks in the place of `chat`."""
     own: dict[str, Callable[[], Iterator[Prompt]]]
     own = {"edit": edits, "agent": calls, "chat": questions}
-    workloads: dict[str, Iterator[Prompt]] = {}
-    for name in names:
-        if name == "chat" and prompts is not None:
-            by_task = tasks(prompts.read_text().splitlines())
-            workloads |= {task: iter(turns) for task, turns in by_task.items()}
-        else:
-            workloads[name] = own[name]()
+    workloads = {name: own[name]() for name in names}
+    if prompts is not None and workloads.pop("chat", None) is not None:
+        by_task = tasks(prompts.read_text().splitlines())
+        workloads |= {task: iter(turns) for task, turns in by_task.items()}
     return workloads
 
 
@@ -132,9 +125,10 @@ def conversation(prompt: Prompt) -> list[dict[str, str]]:
 
 
 def batches(prompts: Iterator[Prompt], streams: int, num_rounds: int) -> list[list[Prompt]]:
-    """The next prompts of a workload, for so many rounds of so many; raises ValueError if few."""
+    """The next prompts of a workload, for so many rounds of so many; raises ConfigError if few."""
     found = [list(islice(prompts, streams)) for _ in range(num_rounds)]
     missing = streams * num_rounds - sum(map(len, found))
     if missing:
-        raise ValueError(f"{missing} prompts too few for {num_rounds} rounds of {streams} streams")
+        what = f"{missing} prompts too few for {num_rounds} rounds of {streams} streams"
+        raise ConfigError([what])
     return found

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 from cases.machine import measure_ceilings, wait_until_idle
 from cases.throughput_work import CASES, Case, Workload, least_seconds, make_workload, timed_tokens
-from cases.workers import OURS, WORKERS, Worker
+from cases.workers import OURS, Worker
 from peers.prepare import default_work_dir, prepare
 
 from shiftjax.arch.config import ModelConfig
@@ -67,13 +67,11 @@ def start_workers(args: argparse.Namespace, gguf: Path, directory: Path) -> list
         "llama.cpp": ["llama_cpp_worker.py", gguf, *threads, *args.llama_cpp.split()],
         "transformers": ["transformers_worker.py", directory, *threads],
     }
-    workers = []
-    for name in args.engines:
-        python = sys.executable if name == OURS else args.peer_python
-        script, *words = commands[name]
-        command = [str(word) for word in (python, WORKERS / script, *words)]
-        workers.append(Worker(name, command, args.work_dir / f"{name}.log"))
-    return workers
+    pythons = {name: sys.executable if name == OURS else args.peer_python for name in commands}
+    return [
+        Worker(name, [pythons[name], *commands[name]], args.work_dir / f"{name}.log")
+        for name in args.engines
+    ]
 
 
 def time_one(worker: Worker, work: Workload, metrics: set[str]) -> Row:

@@ -60,19 +60,17 @@ def draw_prompts(rng: np.random.Generator, lens: list[int]) -> list[list[int]]:
     return [stream[start : start + n] for start, n in zip(starts, lens, strict=True)]
 
 
-def log_uniform(rng: np.random.Generator, low: int, high: int, count: int) -> list[int]:
-    """Whole numbers in [low, high] whose logarithm is uniform."""
-    return np.exp(rng.uniform(math.log(low), math.log(high + 1), count)).astype(int).tolist()
-
-
 def make_workload(case: Case) -> Workload:
-    """The requests of a case; equal for every engine and every run."""
-    rng = np.random.default_rng((SEED, case.num_requests))
+    """Return the requests of a case; equal for every engine and every run."""
+    rng, count = np.random.default_rng((SEED, case.num_requests)), case.num_requests
     if case.metric != "total":
-        lens = [PROMPT_TOKENS] * case.num_requests
-        return Workload(draw_prompts(rng, lens), [NEW_TOKENS] * case.num_requests)
-    prompts = draw_prompts(rng, log_uniform(rng, 16, 512, case.num_requests))
-    return Workload(prompts, log_uniform(rng, 16, 128, case.num_requests))
+        return Workload(draw_prompts(rng, [PROMPT_TOKENS] * count), [NEW_TOKENS] * count)
+
+    def log_uniform(low: int, high: int) -> list[int]:
+        return np.exp(rng.uniform(math.log(low), math.log(high + 1), count)).astype(int).tolist()
+
+    prompts = draw_prompts(rng, log_uniform(16, 512))
+    return Workload(prompts, log_uniform(16, 128))
 
 
 # ---------------------------------------------------------------------- physics

@@ -51,8 +51,7 @@ MESSAGES = (1, 64, 256)  # sequences of a step
 class RandomModes(Policy):
     """Base or shift, drawn for every step."""
 
-    def __init__(self):
-        self._random = random.Random(5)
+    _random = random.Random(5)
 
     def mode_of(self, work: Any, modes: Any, num_waiting: int, last_mode: Any) -> Any:
         """The mode of a step."""

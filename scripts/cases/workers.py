@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from cases.machine import busy_core_seconds
 
@@ -15,7 +16,10 @@ OURS = "shiftjax"
 class Worker:
     """One engine's process. Its stderr goes to a log file beside the weights."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(self, name: str, command: list[Any], log: Path) -> None:
+        """`command`: a Python, a file of `scripts/peers`, and its arguments."""
+        python, script, *words = command
+        command = [str(word) for word in (python, WORKERS / script, *words)]
         self.name, self.log = name, log
         environment = os.environ | {"PYTHONPATH": str(ROOT)} if name == OURS else None
         with log.open("w") as stderr:

@@ -153,24 +153,20 @@ def rows_of(model: Any, sizes: dict[str, Any], compiles: bool) -> Iterator[dict[
 
 def main() -> int:
     """Measure everything; rows are on disk as they come."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("config", type=Path, help="hf_config.json of scripts/gpu_run.py")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--eager", action="store_true", help="do not compile the decode step")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64, 256])
+    sizes = {"batches": [1, 8, 64, 256], "prompts": [2048, 8192], "serve": [64, 512, 128]}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=default)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--serve", type=int, nargs=3, default=[64, 512, 128])
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     model = load(arguments.config, arguments.device)
-    versions = {"torch": torch.__version__, "device": arguments.device}
-    rows = [{"part": "environment"} | versions]
-    if arguments.device == "cuda":
-        rows[0]["device"] = torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() if arguments.device == "cuda" else arguments.device
+    rows = [{"part": "environment", "torch": torch.__version__, "device": device}]
     for row in rows_of(model, vars(arguments), not arguments.eager):
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -33,4 +33,4 @@ def start(args: argparse.Namespace) -> tuple[dict, Generate]:
 
 
 if __name__ == "__main__":
-    main(__doc__ or "", {"--options": ("{}", "more arguments of LLM, as JSON")}, start)
+    main(__doc__, {"--options": ("{}", "more arguments of LLM, as JSON")}, start)

@@ -30,25 +30,14 @@ def generate_batch(model, prompts: list[list[int]], num_tokens: int) -> list[lis
     token_ids, mask = pad_left(prompts)
     equal = bool(mask.all())  # no padding: let the model choose its causal fast path
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    output = model(
-        token_ids,
-        attention_mask=None if equal else mask,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    tokens = [output.logits[:, -1].argmax(-1)]
-    for _ in range(num_tokens - 1):
-        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
-        positions = positions[:, -1:] + 1
-        output = model(
-            tokens[-1][:, None],
-            attention_mask=None if equal else mask,
-            position_ids=positions,
-            past_key_values=output.past_key_values,
-            use_cache=True,
-        )
+    tokens, fed, options = [], token_ids, {"use_cache": True, "logits_to_keep": 1}
+    for _ in range(num_tokens):
+        attended = None if equal else mask
+        output = model(fed, attention_mask=attended, position_ids=positions, **options)
         tokens.append(output.logits[:, -1].argmax(-1))
+        fed, positions = tokens[-1][:, None], positions[:, -1:] + 1
+        mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], dim=1)
+        options["past_key_values"] = output.past_key_values
     return torch.stack(tokens, dim=1).tolist()
 
 

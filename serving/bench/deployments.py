@@ -68,7 +68,9 @@ def compare(configs: Mapping[str, EngineConfig], load: Load) -> Iterator[tuple[R
 
     Raises ConfigError, with the deployment's name, for what model or machine cannot take.
     """
-    make_virtual_devices(max(configs.values(), key=_num_devices))
+    sizes = {name: config.parallel for name, config in configs.items()}
+    needs = {name: size.devices or size.least_devices for name, size in sizes.items()}
+    make_virtual_devices(configs[max(needs, key=needs.__getitem__)])
     first: dict[ComparesAs, tuple[str, dict[str, list[int]]]] = {}
     for name, config in configs.items():
         built, asked = _build(name, config, load)
@@ -77,39 +79,28 @@ def compare(configs: Mapping[str, EngineConfig], load: Load) -> Iterator[tuple[R
         moved = [{"name": name} | row for row in program_rows(built)]
         measured = row_of_run(run.records, run.num_refused, run.seconds)
         predicted, why = _predicted(config, built, [request for request, _ in asked])
-        row = {
+        steps = built.engine.stats().steps_by_mode
+        row: Row = {
             "name": name,
             "mesh": built.mesh,
             "formats": "/".join(_formats(built)),
             "tokens_as": reference,
             "same_tokens": run.tokens == expected,
             "same_bytes": all(row["bytes"] == row["predicted_bytes"] for row in moved),
-            "steps": _in_words(built.engine.stats().steps_by_mode),
+            "steps": " ".join(f"{mode}:{n}" for mode, n in steps.items()),
             "failed": run.num_refused,
         }
         built.engine.close()
         del built
-        yield row | _side_by_side(measured, predicted) | {"not_predicted": why}, moved
-
-
-def _in_words(steps: Mapping[str, int]) -> str:
-    return " ".join(f"{mode}:{count}" for mode, count in steps.items())
-
-
-def _side_by_side(measured: Row, predicted: Row | None) -> Row:
-    row: Row = {}
-    for name in TIMES:
-        row |= {name: measured[name], f"predicted_{name}": predicted and predicted[name]}
-    return row
+        for column in TIMES:
+            row[column] = measured[column]
+            row[f"predicted_{column}"] = predicted and predicted[column]
+        yield row | {"not_predicted": why}, moved
 
 
 def agree(rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all deployments served all requests, with the same tokens and predicted bytes."""
     return all(row["same_tokens"] and row["same_bytes"] and not row["failed"] for row in rows)
-
-
-def _num_devices(config: EngineConfig) -> int:
-    return config.parallel.devices or config.parallel.least_devices
 
 
 def _build(

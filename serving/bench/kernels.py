@@ -128,37 +128,29 @@ def xla_write_seconds(shape: Any, effort: Any) -> float:
     return chain_seconds(write_calls(shape, write_kv), effort)
 
 
-def cudnn_decode_seconds(shape: Any, effort: Any) -> float:
-    """Time cuDNN on the same work, contiguous."""
-    copies = 1 + CACHE_BYTES // shape.amount
-    size = copies, shape.seqs, shape.context, shape.kv_heads, shape.head_dim
-    k, v = (jax.random.normal(jax.random.key(i), size, jnp.bfloat16) for i in (1, 2))
-    q = jax.random.normal(jax.random.key(3), (shape.seqs, 1, shape.heads, shape.head_dim))
+def cudnn_seconds(shape: Any, effort: Any) -> float:
+    """Time cuDNN on the same work, contiguous, and of prompts without a context before."""
+    is_prompt = shape.kernel == "prefill"
+    seqs, queries, keys = (
+        (1, shape.tokens, shape.tokens) if is_prompt else (shape.seqs, 1, shape.context)
+    )
+    copies = 1 if is_prompt else 1 + CACHE_BYTES // shape.amount
+
+    def random(seed: int, *sizes: int) -> jax.Array:
+        return jax.random.normal(jax.random.key(seed), (*sizes, shape.head_dim), jnp.bfloat16)
 
     def call(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        kind = {"is_causal": is_prompt, "implementation": "cudnn"}
+        return jax.nn.dot_product_attention(q, k, v, **kind)
 
-    turns = list(zip(k, v, strict=True))
-    return chain_seconds(Calls(call, q.astype(jnp.bfloat16), turns), effort)
-
-
-def cudnn_prefill_seconds(shape: Any, effort: Any) -> float:
-    """Time cuDNN on the same work, contiguous and without a context before."""
-
-    def random(seed: int, heads: int) -> jax.Array:
-        size = 1, shape.tokens, heads, shape.head_dim
-        return jax.random.normal(jax.random.key(seed), size, jnp.bfloat16)
-
-    def call(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-    turn = random(2, shape.kv_heads), random(3, shape.kv_heads)
-    return chain_seconds(Calls(call, random(1, shape.heads), [turn]), effort)
+    k, v = (random(seed, copies, seqs, keys, shape.kv_heads) for seed in (2, 3))
+    q, turns = random(1, seqs, queries, shape.heads), list(zip(k, v, strict=True))
+    return chain_seconds(Calls(call, q, turns), effort)
 
 
 ALTERNATIVES = {
-    "decode": ("cuDNN", cudnn_decode_seconds),
-    "prefill": ("cuDNN", cudnn_prefill_seconds),
+    "decode": ("cuDNN", cudnn_seconds),
+    "prefill": ("cuDNN", cudnn_seconds),
     "kv write": ("XLA", xla_write_seconds),
 }
 

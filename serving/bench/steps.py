@@ -161,11 +161,6 @@ def answers(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]
     return tokens
 
 
-def device_kind(runner: "DeviceRunner") -> str:
-    """What JAX calls the devices: the fit starts from the machine that has them."""
-    return runner.step.mesh.devices.flat[0].device_kind
-
-
 def measure_mesh(
     runner: "DeviceRunner", sp: int, tp: int, repeats: int
 ) -> list[tuple[Case, Point]]:
@@ -200,7 +195,7 @@ def run_bench(arguments: argparse.Namespace, config: EngineConfig, sampling: Sam
     shape = formats = kind = None
     for sp, tp in meshes:
         (runner,) = build_for_all_modes(model, TOKEN_BUCKETS, sp=sp, tp=tp, **SIZES).runners
-        dtype, kind = str(runner.step.model.dtype), device_kind(runner)
+        dtype, kind = str(runner.step.model.dtype), runner.step.mesh.devices.flat[0].device_kind
         shape, formats = runner.step.layout.model, formats_of(dtype)
         layouts[sp, tp] = [program.bucket for program in runner.programs]
         measured += measure_mesh(runner, sp, tp, repeats)
