@@ -18,7 +18,6 @@ With --assembly alone: how fast the host puts together what 8 devices of TP 8 ne
 import argparse
 from collections.abc import Generator, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 from cases.kit import Row, compared, medians, spent
