@@ -87,6 +87,8 @@ def _run(argv: list[str]) -> int:
         return USAGE
     arguments = parse_args(parser, argv)
     config, sampling = settle(arguments)
+    for note in arguments.notes:
+        print(f"shiftjax: {printable(note)}", file=sys.stderr)
     if arguments.configured and arguments.print_config:
         from shiftjax.settings import dump_part, dump_yaml
 

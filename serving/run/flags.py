@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from serving.run import speculative_config
+from serving.run import foreign_flags, speculative_config
 from serving.server.options import SERVER_SETTINGS, ServerOptions, server_problems
 from shiftjax.config import CONTROLS, PARTS, SETTINGS, EngineConfig
 from shiftjax.core.sampling_params import SamplingError, SamplingParams
@@ -120,13 +120,19 @@ def _help(setting: Setting) -> str:
 
 
 def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
-    """Parse; flags that nobody knows end up as sentences in `problems`, for `settle` to raise."""
-    arguments, rest = parser.parse_known_args(argv)
+    """Parse; flags that nobody knows end up as sentences in `problems`, for `settle` to raise.
+
+    Flags of other engines are translated first (`foreign_flags`).
+    """
+    ours = foreign_flags.translated(parser, argv)
+    arguments, rest = parser.parse_known_args(ours.argv)
+    arguments.notes = ours.notes
     known = [flag for action in arguments.parser._actions for flag in action.option_strings]
     flags = [word.split("=")[0] for word in rest if word.startswith("-")]
     arguments.problems = [unknown_name(flag, known, "flag") for flag in flags]
     if not flags:  # beside an unknown flag, words are likely its values
         arguments.problems = _place_words(arguments, rest)
+    arguments.problems = [*ours.problems, *arguments.problems]
     return arguments
 
 

@@ -1,0 +1,126 @@
+"""Flags that users of vLLM, SGLang and Arctic type: taken, told to have no effect, or refused."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from serving.cli.main import main, make_parser
+from serving.run.flags import parse_args, settle
+from serving.run.foreign_flags import FOREIGN
+from shiftjax.options import ConfigError
+
+LINES = (Path(__file__).parents[2] / "data" / "foreign_flags.txt").read_text("utf-8").split("\n")
+TYPED = [line.split(" ", 1) for line in LINES if line]
+# Refused by what is wrong with the value, or because a model is named twice.
+OF_VALUES = {"--quantization", "--tool-call-parser", "--speculative-config", "--config"}
+PARSER = make_parser()
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    arguments = parse_args(PARSER, ["serve", *words])
+    settle(arguments)
+    return arguments
+
+
+@pytest.mark.parametrize("words", TYPED, ids=" ".join)
+def test_what_others_type_is_taken_or_refused_by_its_own_name(words):
+    given = words if words[0] == "--model-path" else ["m", *words]
+    try:
+        arguments = parsed(*given)
+    except ConfigError as error:
+        (problem,) = error.problems
+        name = words[0]
+        assert "did you mean" not in problem and "unknown flag" not in problem
+        refused = problem.startswith(f"{name} is not a flag here: ")
+        assert refused or name in OF_VALUES
+    else:
+        assert arguments.model in ("m", "x")
+
+
+def test_most_of_what_others_type_is_taken():
+    taken = 0
+    for words in TYPED:
+        try:
+            parsed(*words)
+        except ConfigError:
+            continue
+        taken += 1
+    assert (len(TYPED), taken) == (85, 64)
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "value"),
+    [
+        (["-tp", "2"], "tp", "2"),
+        (["-tp=2"], "tp", "2"),
+        (["--tensor_parallel_size", "2"], "tp", "2"),
+        (["--gpu-memory-utilization", "0.8"], "memory_fraction", "0.8"),
+        (["--mem-fraction-static=0.8"], "memory_fraction", "0.8"),
+        (["--ulysses-sequence-parallel-size", "4"], "sp", "4"),
+        (["--kv-offloading-size", "8"], "host_memory", "8GiB"),
+        (["--dtype", "half"], "dtype", "float16"),
+        (["--runner", "pooling"], "task", "embed"),
+        (["--reasoning-parser", "deepseek_r1"], "reasoning_parser", "think"),
+        (["--disable-radix-cache"], "prefix_caching", False),
+        (["--context-length", "99"], "max_model_len", "99"),
+    ],
+    ids=str,
+)
+def test_a_flag_of_another_engine_sets_ours(words, name, value):
+    arguments = parsed("m", *words)
+    assert getattr(arguments, name) == value and arguments.notes == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--swap-space", "4", "m"],
+        ["m", "--swap-space=4"],
+        ["--enforce-eager", "m"],
+        ["m", "--no-async-scheduling"],
+        ["-O3", "m"],
+        ["-O", "3", "m"],
+        ["--enable_chunked_prefill", "m"],
+    ],
+    ids=" ".join,
+)
+def test_a_flag_without_effect_is_told_and_its_value_is_no_model(words):
+    arguments = parsed(*words)
+    (note,) = arguments.notes
+    assert "no effect" in note and arguments.model == "m"
+
+
+def test_notes_are_lines_on_stderr(capsys):
+    assert main(["serve", "m", "--enforce-eager", "--print-config"]) == 0
+    words = "--enforce-eager has no effect: steps are compiled ahead of traffic"
+    assert capsys.readouterr().err == f"shiftjax: {words}\n"
+
+
+def test_the_command_of_arctic_inference():
+    speculative = '{"method": "suffix", "num_speculative_tokens": 4}'
+    arguments = parsed(
+        *("m", "--tensor-parallel-size", "2", "--ulysses-sequence-parallel-size", "4"),
+        *("--enable-shift-parallel", "--shift-parallel-threshold", "256"),
+        *("--speculative-config", speculative),
+    )
+    config, _ = settle(arguments)
+    assert (config.parallel.sp, config.parallel.tp) == (4, 2)
+    assert config.scheduler.shift_threshold == 256 and config.drafts.speculation == "suffix"
+
+
+def test_no_flag_of_ours_is_called_foreign():
+    parser = PARSER
+    (commands,) = (a for a in parser._actions if isinstance(a.choices, dict))
+    serve = commands.choices["serve"]
+    ours = {flag for action in serve._actions for flag in action.option_strings}
+    assert not ours & FOREIGN.keys()
+    for flag, foreign in FOREIGN.items():
+        if foreign.kind == "alias":
+            assert foreign.words in ours, flag
+
+
+def test_variables_of_vllm_are_told_to_have_no_effect(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_USE_V1", "1")
+    assert main(["serve", str(tmp_path / "nowhere")]) == 3
+    assert "the variable VLLM_USE_V1 has no effect" in caplog.text
