@@ -8,8 +8,10 @@ with its keys and values, and nothing is computed again.
 
 import sys
 import time
+from collections.abc import Sequence
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.rule import Rule
 from rich.text import Text
 
@@ -23,62 +25,95 @@ from shiftjax.fleet.stats import Turn
 from shiftjax.llm import LLM
 from shiftjax.parallel.arrangements import Arrangement
 
-OPTIONS = {"model": "smollm2-135m", "fleet": True, "devices": 8, "tp": 1, "fleet_widths": [1, 8]}
-OPTIONS |= {"fleet_policy": "load", "bind_at": 0.25, "release_at": 1.0, "shift_threshold": 16}
-OPTIONS |= {"max_model_len": 512, "max_num_seqs": 16, "num_blocks": 128}
-OPTIONS |= {"max_num_batched_tokens": 64, "token_buckets": [16, 64]}
-OPTIONS["cache_dir"] = "none"  # what a CPU compiles can be loaded on other units, what it reads not
+OPTIONS = {
+    "model": "smollm2-135m",
+    "fleet": True,
+    "devices": 8,
+    "tp": 1,
+    "fleet_widths": [1, 8],
+    "fleet_policy": "load",
+    "bind_at": 0.25,
+    "release_at": 1.0,
+    "shift_threshold": 16,
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "token_buckets": [16, 64],
+    "num_blocks": 128,
+    "cache_dir": "none",  # what a CPU compiles can be loaded on other units, what it reads not
+}
 FIRST = "Once upon a time, in a village by the sea,"
-TEXTS = """The capital of France is
-To boil an egg you need
-def fibonacci(n):
-The three primary colours are
-A good engineer always
-The tallest mountain on Earth is
-In the morning she
-Water is made of
-The best thing about winter is
-My grandmother used to say that
-A train leaves the station at
-Light travels faster than"""
-BURST = TEXTS.splitlines()
+BURST = (
+    "The capital of France is",
+    "To boil an egg you need",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "A good engineer always",
+    "The tallest mountain on Earth is",
+    "In the morning she",
+    "Water is made of",
+    "The best thing about winter is",
+    "My grandmother used to say that",
+    "A train leaves the station at",
+    "Light travels faster than",
+)
 QUIET_TOKENS = 100  # of the first text, which lasts through the burst
 BEFORE_BURST = 20  # tokens of it
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_cyan")
+SHOWN = 60  # characters of a text's end
+REFRESH_SECONDS = 0.1
 
 
 class Demo:
-    """Texts that are generated, and the changes of groups beside them."""
+    """Texts that stream, and the changes of groups beside them."""
 
     def __init__(self, llm: LLM, console: Console):
         fleet = llm.engine.topology.find(Fleet)
         assert llm.tokenizer is not None and fleet is not None
-        self.llm, self.console, self.tokenizer, self.fleet = llm, console, llm.tokenizer, fleet
-        self.begin, self.num_shown = time.monotonic(), 0
+        self.llm, self.console, self.tokenizer = llm, console, llm.tokenizer
+        self.fleet = fleet
+        self.begin = time.monotonic()
+        self.prompts: dict[str, str] = {}
         self.tokens: dict[str, list[int]] = {}
+        self.num_shown = 0
+        self.live: Live | None = None
+        self.refreshed_at = 0.0
 
-    def ask(self, prompt: str, most: int) -> None:
-        """Begin one more text of so many tokens."""
+    def ask(self, prompt: str, most: int) -> str:
+        """One more text of so many tokens."""
+        name = str(len(self.prompts))
         sampling = SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
-        request = Request(prompt, self.tokenizer.encode(prompt), sampling, time.monotonic())
-        self.llm.engine.add_request(request)
-        self.tokens[prompt] = []
+        ids = self.tokenizer.encode(prompt)
+        self.llm.engine.add_request(Request(name, ids, sampling, time.monotonic()))
+        self.prompts[name], self.tokens[name] = prompt, []
+        return name
 
     def step(self) -> bool:
-        """Run one turn of the engine; return whether there is more to do."""
+        """One turn of the engine; whether there is more to do."""
         engine = self.llm.engine
         for event in engine.step(time.monotonic()):
             self.tokens[event.request_id] += event.token_ids
+            if event.is_last:
+                self.prompts.pop(event.request_id)
         for turn in list(self.fleet.history)[self.num_shown :]:
-            seconds = f"{turn.seconds - self.begin:5.1f} s   "
-            words = "   ", change_words(turn)
-            self.console.print(Text.assemble(seconds, strip(turn.arrangement), *words))
+            self.console.print(self._change(turn))
             self.num_shown += 1
+        if self.live is not None and time.monotonic() - self.refreshed_at > REFRESH_SECONDS:
+            self.live.refresh()  # between turns: a thread would look at texts that change
+            self.refreshed_at = time.monotonic()
         return engine.has_work()
 
-    def text(self, prompt: str) -> str:
-        """Return what a prompt has become, in one line."""
-        return " ".join(self.tokenizer.decode(self.tokens[prompt]).split())
+    def view(self) -> RenderableType:
+        """The groups now and the ends of the texts."""
+        lines = [Text.assemble("    now   ", strip(self.fleet.arrangement))]
+        for name, prompt in self.prompts.items():
+            text = prompt + self.tokenizer.decode(self.tokens[name])
+            lines.append(Text(f"  ...{' '.join(text[-SHOWN:].split())}", style="dim"))
+        return Group(*lines)
+
+    def _change(self, turn: Turn) -> Text:
+        seconds = f"{turn.seconds - self.begin:5.1f} s   "
+        return Text.assemble(seconds, strip(turn.arrangement), "   ", change_words(turn))
 
 
 def strip(arrangement: Arrangement) -> Text:
@@ -108,26 +143,45 @@ def _demo() -> int:
     console = Console(highlight=False)
     console.print((__doc__ or "").partition("\n\n")[2])
     console.print("Loading and compiling, a minute or two ...")
-    demo = Demo(open_llm(EngineConfig.from_options(**OPTIONS)), console)
+    llm = open_llm(EngineConfig.from_options(**OPTIONS))
+    demo = Demo(llm, console)
     console.print(Rule("one text, then a burst of twelve, then quiet"))
     console.print(Text.assemble("  0.0 s   ", strip(demo.fleet.arrangement), "   at the start"))
-    demo.ask(FIRST, QUIET_TOKENS)
-    while len(demo.tokens[FIRST]) < BEFORE_BURST:
+    with Live(
+        console=console, get_renderable=demo.view, auto_refresh=False, transient=True
+    ) as demo.live:
+        _play(demo)
+    console.print(Rule())
+    _summary(demo, console)
+    return 0
+
+
+def _play(demo: Demo) -> None:
+    first = demo.ask(FIRST, QUIET_TOKENS)
+    while len(demo.tokens[first]) < BEFORE_BURST:
         demo.step()
     for number, prompt in enumerate(BURST):
         demo.ask(prompt, 16 + 2 * number)
     while demo.step():
         pass
-    console.print(Rule())
-    for prompt in (FIRST, *BURST[:3]):
-        console.print(Text(f"  {prompt!r} -> {demo.text(prompt)[:90]!r}"))
+
+
+def _summary(demo: Demo, console: Console) -> None:
     stats = demo.llm.stats()
+    for prompt, tokens in zip((FIRST, *BURST[:3]), demo.tokens.values(), strict=False):
+        text = demo.tokenizer.decode(tokens)
+        console.print(Text(f"  {prompt.strip()!r} -> {' '.join(text.split())[:90]!r}"))
     names = ("steps_by_mode", "num_preemptions", "compiles_after_warmup")
-    moved = {"texts moved while they ran": demo.fleet.stats.num_moved_sequences}
-    print_table("fleet", {name: stats[name] for name in names} | moved, stderr=False)
-    options = ", ".join(f"{name}={value!r}" for name, value in OPTIONS.items())
-    console.print(f"\nThe same in Python:\n\n  LLM({options})", markup=False, soft_wrap=True)
-    return 0
+    table = {name: stats[name] for name in names}
+    table["texts moved while they ran"] = demo.fleet.stats.num_moved_sequences
+    print_table("fleet", table, stderr=False)
+    options = ", ".join(f"{name}={value!r}" for name, value in _shown())
+    console.print("\nThe same in Python:\n")
+    console.print(f"  LLM({OPTIONS['model']!r}, {options})", markup=False, soft_wrap=True)
+
+
+def _shown() -> Sequence[tuple[str, object]]:
+    return [(name, value) for name, value in OPTIONS.items() if name != "model"]
 
 
 if __name__ == "__main__":
