@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -99,6 +100,18 @@ def jax_address(coordinator: str) -> str:
     return f"{host}:{int(port) + 1}"
 
 
+def check_free(address: str) -> None:
+    """Raise ConfigError where JAX's service could not listen: it would abort the process."""
+    port = int(address.rpartition(":")[2])
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            words = f"coordinator: JAX listens at the next port, {port}: {error.strerror}"
+            raise ConfigError([f"{words}; name another port"]) from None
+
+
 def leave(code: int) -> NoReturn:
     """End the process without waiting for threads, nor for other hosts as JAX does."""
     sys.stdout.flush()
@@ -134,7 +147,10 @@ def _join(config: EngineConfig) -> None:
     from shiftjax.hosts.steps_device import join
 
     assert config.host.coordinator and config.host.hosts
-    join(jax_address(config.host.coordinator), config.host.hosts, config.host.host_rank)
+    address = jax_address(config.host.coordinator)
+    if config.host.host_rank == 0:
+        check_free(address)
+    join(address, config.host.hosts, config.host.host_rank)
 
 
 def channel_credentials(options: ServerOptions) -> grpc.ChannelCredentials | None:

@@ -2,19 +2,23 @@
 
 import json
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 from engines import checkpoint
-from served import SLOW, Served, free_port
+from served import SLOW, Served
 
+from serving.run.hosts import check_free
+from shiftjax.options import ConfigError
 from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.source import identify
 
@@ -51,12 +55,22 @@ def test_two_processes_give_the_tokens_of_one(tmp_path):
 # ------------------------------------------------------------------ losses of two servers
 
 
+def free_pair() -> int:
+    """The first of two ports that are free; clients' ports, which come and go, are higher."""
+    for port in random.sample(range(20_000, 30_000, 2), 100):
+        with suppress(OSError), socket.socket() as first, socket.socket() as second:
+            first.bind(("", port))
+            second.bind(("", port + 1))
+            return port
+    raise AssertionError("no two ports in a row are free")
+
+
 class Pair:
     """A leader and a follower of one device each."""
 
     def __init__(self, cache: Path, secret: Path, *flags: str, fault: str = ""):
         secret.write_text("between us")
-        coordinator = f"--coordinator=127.0.0.1:{free_port()}"
+        coordinator = f"--coordinator=127.0.0.1:{free_pair()}"
         both = ["--hosts=2", coordinator, f"--host-secret-file={secret}", *flags]
         directory = checkpoint()[0]
         self.leader = Served(directory, cache, *both, fault=SLOW)
@@ -153,3 +167,13 @@ def test_hosts_are_of_one_checkpoint(tmp_path):
         for each in (checkpoint()[0], elsewhere, other)
     )
     assert one == same != another
+
+
+def test_a_port_that_jax_cannot_have_is_said_before_it_aborts():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"at the next port, {port}: Address already in use"):
+            check_free(f"127.0.0.1:{port}")
+    check_free(f"127.0.0.1:{free_pair()}")
