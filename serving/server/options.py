@@ -4,11 +4,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from shiftjax.arch.config import ModelConfig
 from shiftjax.deploy.tasks import Task, idle_settings
 from shiftjax.options import ConfigError, option, settings_of
+
+if TYPE_CHECKING:
+    from shiftjax.arch.config import ModelConfig
 
 MEBIBYTE = 1 << 20
 MOST_TOPIC = 256
@@ -135,7 +137,7 @@ def names_of(given: str | None) -> tuple[str, ...]:
     return tuple(name.strip() for name in (given or "").split(",") if name.strip())
 
 
-def check_server(options: ServerOptions, model: ModelConfig, task: Task) -> None:
+def check_server(options: ServerOptions, model: "ModelConfig", task: Task) -> None:
     """Raise ConfigError for settings that are of no use for this model and task."""
     problems = idle_settings(asdict(options), SERVER_SETTINGS, SERVER_TASKS, model, task)
     if problems:

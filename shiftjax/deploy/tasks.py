@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from shiftjax.arch.config import ModelConfig
 from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.options import ConfigError, Setting, shown
+
+if TYPE_CHECKING:
+    from shiftjax.arch.config import ModelConfig
 
 Task = Literal["generate", "embed"]
 
@@ -34,7 +36,7 @@ ENGINE_TASKS: Mapping[str, Task] = MappingProxyType(
 )
 
 
-def task_of(config: EngineConfig, model: ModelConfig) -> Task:
+def task_of(config: EngineConfig, model: "ModelConfig") -> Task:
     """What is asked for; if nothing is, encoders embed, and all others generate.
 
     Raises ConfigError for an encoder that shall generate.
@@ -51,7 +53,7 @@ def idle_settings(
     values: Mapping[str, Any],
     settings: Mapping[str, Setting],
     tasks: Mapping[str, Task],
-    model: ModelConfig,
+    model: "ModelConfig",
     task: Task,
 ) -> list[str]:
     """A line for each value that is not its setting's default, though of another task alone."""
