@@ -26,12 +26,7 @@ from shiftjax.options import (
     unknown_name,
     xla_options,
 )
-from shiftjax.parallel.arrangements import (
-    FLEET_POLICIES,
-    FleetOptions,
-    PolicyTraits,
-    fleet_problems,
-)
+from shiftjax.parallel.arrangements import FleetOptions, fleet_problems, traits_of
 from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
@@ -480,7 +475,7 @@ def _machine_is_used(
     has_number = shift_threshold is not None or weights != "gather"
     steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
     drafts_by_cost = speculation != "none" and draft_choice != "fill" and not fixed_drafts
-    fleet_by_cost = fleet and FLEET_POLICIES.get(fleet_policy, PolicyTraits()).needs_costs
+    fleet_by_cost = fleet and traits_of(fleet_policy).needs_costs
     chosen_by_cost = drafts_by_cost or fleet_by_cost or phases == AUTO_PHASES
     if machine is None or chosen_by_cost or steps_by_cost:
         return None

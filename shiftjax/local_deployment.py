@@ -114,7 +114,7 @@ def _machine(
 
 def _check_host_memory(deployment: Deployment, available: int) -> None:
     if deployment.host_bytes > available:
-        given = f"host_memory = {deployment.host_bytes} bytes are more than the"
+        given = f"host_memory = {deployment.host_bytes / 2**30:.1f} GiB is more than the"
         beside = ", beside the weights," if deployment.parks else ""
         given = f"{given} {available / 2**30:.1f} GiB that this host{beside} has available"
         raise ConfigError([f"{given}: use less"])

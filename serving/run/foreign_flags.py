@@ -2,7 +2,6 @@
 
 A flag that this project has under another name is translated. One that has nothing to do here is
 taken, and a line says why. Any other is refused by its own name, with what to use instead.
-Names are those of vLLM 0.29, SGLang 0.5 and arctic-inference 0.1; docs/migrate.md is this table.
 """
 
 import argparse
@@ -49,10 +48,13 @@ _ALIASES = {
     "--nnodes": "--hosts",
     "--node-rank": "--host-rank",
     "--dist-init-addr": "--coordinator",
-    "--cuda-graph-sizes": "--token-buckets",
-    "--cudagraph-capture-sizes": "--token-buckets",
 }
-_SWITCH_ALIASES = {"--disable-radix-cache": "--no-enable-prefix-caching"}
+_SWITCH_ALIASES = {
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--disable-overlap-schedule": "--no-overlap",
+    "--async-scheduling": "--overlap",
+    "--no-async-scheduling": "--no-overlap",
+}
 # Values of other engines for settings that exist here under the same name.
 _VALUES = {
     "--dtype": {"half": "float16", "float": "float32"},
@@ -100,7 +102,6 @@ _IGNORED = {
     "--max-num-partial-prefills": "a step computes parts of as many prompts as fit",
     "--max-long-partial-prefills": "a step computes parts of as many prompts as fit",
     "--long-prefill-token-threshold": "a step computes parts of as many prompts as fit",
-    "--watchdog": "see --watchdog-timeout",
     "--response-role": "the role of an answer is assistant",
     "--prefix-caching-hash-algo": "blocks are found by BLAKE2b",
     "--chat-template-content-format": "the template's own format is found",
@@ -113,7 +114,6 @@ _IGNORED_SWITCHES = {
     "--enable-auto-tool-choice": "tools are called where requests bring some",
     "--enable-chunked-prefill": "prompts are always computed in chunks",
     "--enable-mixed-chunk": "prompts are always computed in chunks",
-    "--async-scheduling": "a step is scheduled while the one before it runs (--overlap)",
     "--enable-log-requests": "requests are logged by their id and times alone",
     "--disable-log-requests": "requests are logged by their id and times alone",
     "--disable-log-stats": "statistics are at /metrics",
@@ -146,6 +146,9 @@ _REFUSED = {
     "--code-revision": "no code of a checkpoint is ever run",
     "--tokenizer-revision": "download the revision and name its file with --tokenizer",
     "--download-dir": "set HF_HOME, or download the model and name its directory with --model",
+    "--load-format dummy": "name the model random:MODEL, whose weights are made up",
+    "--cuda-graph-sizes": "use --token-buckets 8,64,256",
+    "--cudagraph-capture-sizes": "use --token-buckets 8,64,256",
     "--cpu-offload-gb": "weights stay on devices: use more TP, or --quantization fp8",
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory",
     "--rope-scaling": "change config.json in a copy of the checkpoint's directory",
@@ -188,6 +191,13 @@ _REFUSED_SWITCHES = {
     "--headless": "use --hosts, --host-rank and --coordinator",
     "--enable-multimodal": _IMAGES,
 }
+OFF = "it is off anyway"
+
+
+def _negated(switch: str) -> str:
+    return switch.replace("--", "--no-", 1)
+
+
 FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     {name: Foreign("alias", words) for name, words in _ALIASES.items()}
     | {name: Foreign("alias", words, True) for name, words in _SWITCH_ALIASES.items()}
@@ -195,15 +205,17 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(
     | {name: Foreign("ignored", words, True) for name, words in _IGNORED_SWITCHES.items()}
     | {name: Foreign("refused", words) for name, words in _REFUSED.items()}
     | {name: Foreign("refused", words, True) for name, words in _REFUSED_SWITCHES.items()}
+    | {_negated(name): Foreign("ignored", words, True) for name, words in _IGNORED_SWITCHES.items()}
+    | {_negated(name): Foreign("ignored", OFF, True) for name in _REFUSED_SWITCHES}
 )
-"""Flags that other engines have and this one lacks, by name."""
+"""Flags that other engines have and this one lacks, by name, of some with one value."""
 
 
 def translated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Translated:
     """Return a command line in our own flags; those of `parser` are left as they are."""
     words, known = list(argv), _known_flags(parser, argv)
     found = Translated([], [], [])
-    while words:
+    while words and words[0] != "--":
         word = words.pop(0)
         name, equals, value = word.partition("=")
         name = _spelled(name, known)
@@ -218,6 +230,7 @@ def translated(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Translat
                 words.pop(0)
         else:
             found.argv.append(name + equals + value)
+    found.argv.extend(words)
     return found
 
 
@@ -232,28 +245,27 @@ def _translate(name: str, taken: list[str], known: Collection[str], found: Trans
     elif name in known or name not in FOREIGN:
         found.argv.extend([name, *taken])
     else:
-        foreign = FOREIGN[name]
-        if foreign.kind == "alias":
-            found.argv.extend([foreign.words, *taken])
-        elif foreign.kind == "ignored":
-            found.notes.append(f"{name} has no effect: {foreign.words}")
+        given = " ".join([name, *taken])
+        given = given if given in FOREIGN else name
+        kind, told, _ = FOREIGN[given]
+        if kind == "alias":
+            found.argv.extend([told, *taken])
+        elif kind == "ignored":
+            found.notes.append(f"{given} has no effect: {told}")
         else:
-            found.problems.append(f"{name} is not a flag here: {foreign.words}")
+            found.problems.append(f"{given} is not a flag here: {told}")
 
 
 def _is_switch(name: str) -> bool:
     return name in FOREIGN and FOREIGN[name].is_switch
 
 
-def _spelled(name: str, known: Collection[str]) -> str:
-    """The flag as the table has it: others write underscores, too, and negate switches."""
-    if not name.startswith("--") or name in known:
-        return name
-    plain = name.replace("_", "-")
-    positive = "--" + plain.removeprefix("--no-")
-    if plain.startswith("--no-") and _is_switch(positive) and plain not in known:
-        return positive
-    return plain if plain in known or plain in FOREIGN or plain in _SIZES else name
+def _spelled(name: str, known: set[str]) -> str:
+    """The flag as the table has it: others write underscores, too."""
+    plain = name.replace("_", "-") if name.startswith("--") else name
+    return (
+        plain if name not in known and {plain} & (known | FOREIGN.keys() | _SIZES.keys()) else name
+    )
 
 
 def _known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:

@@ -38,6 +38,11 @@ FLEET_POLICIES = MappingProxyType(
 FIXED = "fixed:"  # how the name of a policy begins that keeps an arrangement
 
 
+def traits_of(fleet_policy: str) -> PolicyTraits:
+    """Return the traits of a policy by its name; one that keeps an arrangement has none."""
+    return FLEET_POLICIES.get(fleet_policy, PolicyTraits())
+
+
 def _widths(values: tuple[int, ...] | None) -> str | None:
     powers = all(value > 0 and value & (value - 1) == 0 for value in values or ())
     if values is None or (values and powers and list(values) == sorted(set(values))):
@@ -78,8 +83,8 @@ class FleetOptions:
 
     @property
     def traits(self) -> PolicyTraits:
-        """Those of the policy; one that keeps an arrangement has none."""
-        return FLEET_POLICIES.get(self.fleet_policy, PolicyTraits())
+        """Those of the policy."""
+        return traits_of(self.fleet_policy)
 
     @property
     def fixed(self) -> str | None:
@@ -111,11 +116,12 @@ def fleet_problems(options: Mapping[str, Any]) -> list[str]:
         reader, values = _READ_WITH.get(name, ("fleet", (True,)))
         if options[reader] not in values:
             problems.append(f"{name} has no meaning with {reader} = {options[reader]}: drop one")
-    traits = FLEET_POLICIES.get(options["fleet_policy"])
-    if options["switch"] == "auto" and traits is not None and not traits.needs_costs:
+    policy = options["fleet_policy"]
+    traits = traits_of(policy)
+    if options["switch"] == "auto" and policy in FLEET_POLICIES and not traits.needs_costs:
         words = "which predicts what each kind of switching costs"
         problems.append(f"switch = auto needs fleet_policy = cost, {words}")
-    if traits is not None and traits.has_bounds and options["bind_at"] >= options["release_at"]:
+    if traits.has_bounds and options["bind_at"] >= options["release_at"]:
         words = f"bind_at = {options['bind_at']} is not below release_at = {options['release_at']}"
         problems.append(f"{words}: groups would come and go at every request")
     return problems

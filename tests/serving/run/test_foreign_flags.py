@@ -64,6 +64,8 @@ def test_most_of_what_others_type_is_taken():
         (["--reasoning-parser", "deepseek_r1"], "reasoning_parser", "think"),
         (["--disable-radix-cache"], "prefix_caching", False),
         (["--context-length", "99"], "max_model_len", "99"),
+        (["--async-scheduling"], "overlap", True),
+        (["--no-async-scheduling"], "overlap", False),
     ],
     ids=str,
 )
@@ -78,7 +80,8 @@ def test_a_flag_of_another_engine_sets_ours(words, name, value):
         ["--swap-space", "4", "m"],
         ["m", "--swap-space=4"],
         ["--enforce-eager", "m"],
-        ["m", "--no-async-scheduling"],
+        ["m", "--no-enable-chunked-prefill"],
+        ["m", "--no-enable-lora"],
         ["-O3", "m"],
         ["-O", "3", "m"],
         ["--enable_chunked_prefill", "m"],
@@ -89,6 +92,19 @@ def test_a_flag_without_effect_is_told_and_its_value_is_no_model(words):
     arguments = parsed(*words)
     (note,) = arguments.notes
     assert "no effect" in note and arguments.model == "m"
+
+
+def test_words_behind_a_double_dash_are_left_alone():
+    with pytest.raises(ConfigError, match="unknown flag '--enforce-eager'"):
+        parsed("m", "--", "--enforce-eager")
+
+
+def test_weights_that_are_made_up_have_another_name():
+    with pytest.raises(
+        ConfigError, match=r"--load-format dummy is not a flag here: .*random:MODEL"
+    ):
+        parsed("m", "--load-format", "dummy")
+    assert parsed("m", "--load-format", "auto").notes
 
 
 def test_notes_are_lines_on_stderr(capsys):
