@@ -130,6 +130,7 @@ class GenerationFields(sampling_fields(HTTP), kw_only=True):
     user: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     timeline: bool | None = None
     # OpenAI's clients send these; checked, and without effect here.
     metadata: dict[str, str] | None = None
@@ -238,7 +239,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
-    "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
     "lora": (),

@@ -20,6 +20,7 @@ from serving.server.pieces import (
 )
 from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
+from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, given_ids, prompt_ids
 from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
@@ -33,15 +34,17 @@ class Writer:
 
     def __init__(self, generation: Generation, tokenizer: Tokenizer | None):
         self._generation, self._tokenizer = generation, tokenizer
-        self._logprobs = LogprobWriter(tokenizer)
         self._fields = generation.wish.fields
+        self._logprobs = LogprobWriter(tokenizer, self._fields.return_tokens_as_token_ids)
         self._is_chat = isinstance(self._fields, ChatFields)
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._is_plain = generation.parser is PlainParser
         self._parsers: dict[int, Parser] = {}
         self._callers: set[int] = set()  # choices with tool calls
-        self._top = generation.wish.sampling.logprobs or 0
+        self._returns_ids = bool(self._fields.return_token_ids)
+        has_logprobs = generation.wish.sampling.logprobs is not None
+        self._tells_tokens = self._returns_ids or has_logprobs  # of what is no text, too
 
     # ------------------------------------------------------------------ whole responses
 
@@ -60,7 +63,17 @@ class Writer:
 
     def _whole(self, choices: Sequence[Json | msgspec.Raw]) -> Json:
         ends = {"usage": usage(self._generation.handles)} | self._timeline()
-        return self._envelope(choices, "") | ends
+        first = self._generation.handles[0]
+        of_prompt = self._of_prompt(first) if self._is_chat else {}
+        return self._envelope(choices, "") | ANSWER | of_prompt | ends
+
+    def _of_prompt(self, handle: RequestHandle) -> Json:
+        """What is told of a prompt: in the answer of a chat, in a choice of a completion."""
+        entries = None
+        if self._fields.prompt_logprobs is not None:
+            prompt = handle.output.prompt_logprobs or []
+            entries = [entry and self._logprobs.by_id(entry) for entry in prompt]
+        return {"prompt_logprobs": entries, **prompt_ids(self._fields, handle)}
 
     def _timeline(self) -> Json:
         return asked_timeline(self._generation.handles[0], self._fields.timeline)
@@ -79,14 +92,10 @@ class Writer:
     def _choice(self, number: int, handle: RequestHandle, index: int) -> Json:
         output = handle.output.outputs[index]
         if self._is_chat:
-            message = {"role": "assistant"} | self._message(self._pieces(number, output))
-            choice = self._chat_choice(number, handle, output, {"message": message})
-        else:
-            choice = self._completion(number, handle, output)
-        if self._fields.prompt_logprobs is not None:
-            entries = handle.output.prompt_logprobs or []
-            choice["prompt_logprobs"] = [entry and self._logprobs.by_id(entry) for entry in entries]
-        return choice
+            said = self._message(self._pieces(number, output))
+            message = {"role": "assistant"} | MESSAGE | said
+            return CHOICE | self._chat_choice(number, handle, output, {"message": message})
+        return CHOICE | self._completion(number, handle, output) | self._of_prompt(handle)
 
     # ------------------------------------------------------------------ streams
 
@@ -95,11 +104,14 @@ class Writer:
         handle = self._generation.handles[number]
         objects = []
         for delta in deltas:
+            is_first = self._place(number, delta.index) not in self._begun
+            ids = prompt_ids(self._fields, handle) if is_first and self._returns_ids else {}
             if self._is_chat:
                 choices = self._chat_deltas(number, handle, delta)
             else:
-                choices = [self._completion(number, handle, delta)]
-            objects += [self._envelope([choice], ".chunk") for choice in choices]
+                choices, ids = [self._completion(number, handle, delta) | ids], {}
+            new = [self._envelope([choice], ".chunk") for choice in choices]
+            objects += [each | (ids if each is new[0] else {}) for each in new]
         options = self._fields.stream_options
         if options is not None and options.continuous_usage_stats:
             return [each | {"usage": usage(self._generation.handles)} for each in objects]
@@ -128,7 +140,7 @@ class Writer:
             self._begun.add(place)
             first = {"role": "assistant", "content": "" if self._is_plain else None}
             parts = [first, *(parts or [{}])]
-        elif not parts and (delta.finish_reason or handle.request.sampling.logprobs is not None):
+        elif not parts and (delta.finish_reason or self._tells_tokens):
             parts = [{}]
         empty = {"logprobs": None, "finish_reason": None}
         choices = [{"index": place, "delta": part, **empty} for part in parts[:-1]]
@@ -160,7 +172,7 @@ class Writer:
                 calls[piece.number]["function"]["arguments"] += piece.text
         if not message["content"] and (reasoning or calls):
             message["content"] = None
-        message |= {"reasoning_content": reasoning} if reasoning else {}
+        message |= _reasoned(reasoning) if reasoning else {}
         return message | ({"tool_calls": calls} if calls else {})
 
     # ------------------------------------------------------------------ choices
@@ -177,6 +189,7 @@ class Writer:
             **content,
             "logprobs": logprobs,
             **self._end(delta),
+            **given_ids(self._fields, delta.token_ids),
             **self._called(self._place(number, delta.index), delta),
         }
 
@@ -188,20 +201,19 @@ class Writer:
     def _completion(self, number: int, handle: RequestHandle, delta: News) -> Json:
         place = self._place(number, delta.index)
         entries: list[TokenLogprobs | None] = list(delta.logprobs or ())
-        token_ids, text = delta.token_ids, delta.text
+        text = delta.text
         is_first = place not in self._begun
         self._begun.add(place)
         assert isinstance(self._fields, CompletionFields)
         if self._fields.echo and is_first:
             text = self._prompt_text(handle) + text
-            token_ids = [*handle.request.prompt_token_ids, *token_ids]
             entries = [*(handle.output.prompt_logprobs or []), *entries]
         logprobs = None
         if self._fields.logprobs is not None:
             first = next(iter(handle.request.prompt_token_ids))
             logprobs = self._completion_logprobs(place, entries, first)
         choice = {"index": place, "text": text, "logprobs": logprobs, **self._end(delta)}
-        return choice | ({"token_ids": token_ids} if self._fields.return_token_ids else {})
+        return choice | given_ids(self._fields, delta.token_ids)
 
     def _end(self, delta: News) -> Json:
         return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
@@ -246,13 +258,18 @@ def _call(id: str, name: str, arguments: str) -> Json:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def _reasoned(text: str) -> Json:
+    """Reasoning under both names that clients read: vLLM's older one and its newer one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
 def _delta(piece: Piece) -> Json:
     """What a piece adds to the message of a stream."""
     match piece:
         case Text(text):
             return {"content": text}
         case Reasoning(text):
-            return {"reasoning_content": text}
+            return _reasoned(text)
         case CallBegin(number, id, name):
             return {"tool_calls": [{"index": number} | _call(id, name, "")]}
         case CallArguments(number, text):

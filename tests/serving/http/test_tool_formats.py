@@ -66,9 +66,9 @@ def test_a_template_that_knows_no_tools():
 def test_a_model_that_thinks():
     with scripted_server("think") as server, server.client() as client:
         say(server, "a\n</think>\n\nb")
-        assert message_of(client, {"messages": USER}) == {
-            **{"role": "assistant", "content": "b", "refusal": None, "reasoning_content": "a"}
-        }
+        message = message_of(client, {"messages": USER})
+        assert message["content"] == "b"
+        assert message["reasoning_content"] == message["reasoning"] == "a"
         wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"]}}}
         message = message_of(client, {"messages": USER, "response_format": wanted})
         assert message["content"] == '"x"'

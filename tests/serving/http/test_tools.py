@@ -6,6 +6,8 @@ import pytest
 from kit import CHAT, COMPLETION, USER, events
 from scripted import say, scripted_server
 
+from serving.server.vllm_answers import CHOICE, MESSAGE
+
 WEATHER = {
     "type": "function",
     "function": {
@@ -48,11 +50,11 @@ def ask(client, body: dict) -> list[dict]:
 
 def joined(chunks: list[dict], index: int) -> dict:
     """What a client makes of the deltas of one choice."""
-    message: dict = {"content": None, "refusal": None}
-    choice: dict = {"index": index, "logprobs": None}
+    message: dict = {"content": None, "refusal": None} | MESSAGE
+    choice: dict = {"index": index, "logprobs": None} | CHOICE
     for each in (c for chunk in chunks for c in chunk["choices"] if c["index"] == index):
         delta = each["delta"]
-        for name in ("content", "reasoning_content"):
+        for name in ("content", "reasoning_content", "reasoning"):
             if delta.get(name) is not None:
                 message[name] = (message.get(name) or "") + delta[name]
         message |= {"role": delta["role"]} if "role" in delta else {}

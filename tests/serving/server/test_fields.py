@@ -77,7 +77,6 @@ def test_special_tokens_can_be_left_out(client, add):
         (COMPLETION, {"guided_json": {"type": "object"}}, "guided_json"),
         (COMPLETION, {"regex": "a"}, "regex"),
         (COMPLETION, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
-        (COMPLETION, {"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
         (COMPLETION, {"top_logprobs": 3}, "top_logprobs"),
         (COMPLETION, {"messages": USER}, "messages"),
         (COMPLETION, {"response_format": {"type": "json_object", "schema": {}}}, "response_format"),

@@ -1,0 +1,27 @@
+"""What vLLM's answers have beside OpenAI's: token ids, and nulls that its clients read. No JAX."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from serving.server.fields import GenerationFields
+from serving.server.handle import RequestHandle
+
+Json = dict[str, Any]
+
+# Of answers that do not stream; what has a value stands over these.
+ANSWER: Mapping[str, None] = dict.fromkeys(
+    ("service_tier", "system_fingerprint", "kv_transfer_params")
+)
+CHOICE: Mapping[str, None] = {"token_ids": None}
+MESSAGE: Mapping[str, None] = dict.fromkeys(("annotations", "audio", "function_call", "reasoning"))
+
+
+def prompt_ids(fields: GenerationFields, handle: RequestHandle) -> Json:
+    """`prompt_token_ids`, null where nobody asked for them."""
+    ids = list(handle.request.prompt_token_ids) if fields.return_token_ids else None
+    return {"prompt_token_ids": ids}
+
+
+def given_ids(fields: GenerationFields, token_ids: Sequence[int]) -> Json:
+    """The `token_ids` of a choice, if they were asked for."""
+    return {"token_ids": token_ids} if fields.return_token_ids else {}
