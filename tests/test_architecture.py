@@ -56,6 +56,7 @@ FLOORS = (
     ("serving.run", JAX),
     ("serving.bench", JAX),
     ("serving.cli", JAX),
+    ("shiftjax.__main__", JAX),  # `python -m shiftjax` is the command line
     ("scripts", JAX),
 )
 

@@ -7,20 +7,16 @@ downloads, whether layers can be written, and what runs in it.
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from wheel_kit import ROOT, build_wheel, known_files
 
 from serving.cli.main import make_parser
 
-ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-WHEEL = "from setuptools.build_meta import build_wheel; print(build_wheel('out'))"
 
 
 def steps() -> list[tuple[str, str]]:
@@ -39,23 +35,14 @@ def words_of(instruction: str) -> list[str]:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> zipfile.ZipFile:
     """Built of what the image has when it runs pip; files that git ignores are left out."""
-    root = tmp_path_factory.mktemp("image")
-    known = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
-    )
-    files = known.stdout.splitlines()
+    places: dict[str, Path] = {}
     for *sources, target in (words.split() for words in words_of("COPY")):
         for source in sources:
-            found = [name for name in files if name == source or name.startswith(f"{source}/")]
+            found = known_files(source)
             assert found, f"COPY {source}: there is none"
-            for name in found:
-                inside = root / target / Path(name).relative_to(source if name != source else ".")
-                inside.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(ROOT / name, inside)
-    built = subprocess.run(
-        [sys.executable, "-c", WHEEL], cwd=root, check=True, capture_output=True, text=True
-    )
-    return zipfile.ZipFile(root / "out" / built.stdout.splitlines()[-1])
+            inside = source if (ROOT / source).is_dir() else "."
+            places |= {name: Path(target) / Path(name).relative_to(inside) for name in found}
+    return zipfile.ZipFile(build_wheel(tmp_path_factory.mktemp("image"), places))
 
 
 def test_what_is_copied_makes_the_whole_package(wheel):
