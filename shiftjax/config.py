@@ -104,6 +104,14 @@ class ModelOptions:
     task: Literal["auto", "generate", "embed"] = option(
         "auto", "what the model is for; auto: encoders embed texts, all others generate them"
     )
+    generation_config: str = option(
+        "auto",
+        "defaults of sampling: auto: the model's generation_config.json; none: neutral values; "
+        "or a directory with such a file",
+    )
+    override_generation_config: str | None = option(
+        None, 'defaults of sampling that go before the file\'s, as {"temperature": 0.6}'
+    )
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )

@@ -4,7 +4,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import jax
@@ -83,6 +83,7 @@ class LLM:
         files.verify(progress)
         self.name = config.model.model
         self.tokenizer = files.tokenizer
+        self.sampling_defaults = files.defaults
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
@@ -108,7 +109,7 @@ class LLM:
         """Continue every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": ids}`; `sampling_params`
-        are one for all or one for each (default: 16 tokens at temperature 1).
+        are one for all or one for each (default: `default_sampling_params`).
 
         Raises:
             RequestError: a prompt that cannot be served; none of the others has started then.
@@ -149,6 +150,11 @@ class LLM:
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        """16 tokens, drawn as the model's generation_config.json says where it has one."""
+        return replace(DEFAULT_SAMPLING, **self.sampling_defaults)
 
     @property
     def deployment(self) -> Deployment:
@@ -206,7 +212,7 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[tuple[Request, str | None]]:
         """Tokenize; returns each request with its prompt's text, if it had one."""
-        sampling = sampling_params or DEFAULT_SAMPLING
+        sampling = sampling_params or self.default_sampling_params
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"There are {len(prompts)} prompts but {len(each)} sampling_params.")

@@ -3,13 +3,15 @@
 An Orbax checkpoint is the exception: only its own library, which imports JAX, reads its headers.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shiftjax.arch.pooling import Pooling
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task, task_of
 from shiftjax.settings import compile_cache_dir
+from shiftjax.text.generation_config import sampling_defaults
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import Progress, verify_checksums
 from shiftjax.weights.encoder_config import read_pooling
@@ -26,6 +28,7 @@ class ModelFiles(NamedTuple):
     tokenizer: Tokenizer | None  # None: the model takes and gives token ids
     pooling: Pooling | None  # of what embeds
     cache_dir: Path | None  # of compiled programs; None: there is no cache
+    defaults: Mapping[str, Any]  # of sampling, by field of SamplingParams
 
     def verify(self, progress: Progress | None = None) -> None:
         """Compare the files with the SHA256SUMS beside them, if any. Raises CheckpointError."""
@@ -42,12 +45,15 @@ def open_files(config: EngineConfig, task: Task | None = None) -> ModelFiles:
     """
     cache_dir = compile_cache_dir(config)
     location = resolve_model(config.model.model)
+    chosen = config.model.generation_config, config.model.override_generation_config
+    defaults = sampling_defaults(*chosen, location.directory)
     source = open_source(location, seed=config.model.seed, drafts=config.drafts)
     check_complete(source)
     task = task or task_of(config, source.config)
     embeds = task == "embed"
     pooling = read_pooling(location.directory, source.config) if embeds else None
-    return ModelFiles(location, source, task, _open_tokenizer(config, location), pooling, cache_dir)
+    tokenizer = _open_tokenizer(config, location)
+    return ModelFiles(location, source, task, tokenizer, pooling, cache_dir, defaults)
 
 
 def _open_tokenizer(config: EngineConfig, location: ModelLocation) -> Tokenizer | None:

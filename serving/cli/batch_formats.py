@@ -155,16 +155,18 @@ def _plain_line(number: int, name: str, values: Record, defaults: Mapping[str, A
     """A prompt or messages with fields of SamplingParams. Raises ConfigError."""
     prompt, messages = values.pop("prompt", None), values.pop("messages", None)
     problems = list(_prompt_problems(prompt, messages))
+    given = {**defaults, **values}
     try:
-        sampling = make_sampling({**defaults, **values})
+        sampling = make_sampling(given)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from None
     if problems:
         raise ConfigError(problems)
     if messages is None:
-        wish = Wish(CompletionFields(prompt=prompt), sampling, None, ())
+        wish = Wish(CompletionFields(prompt=prompt), sampling, None, (), given=frozenset(given))
         return Line(number, name, COMPLETIONS, wish)
-    return Line(number, name, CHATS, Wish(ChatFields(messages=messages), sampling, None, ()))
+    wish = Wish(ChatFields(messages=messages), sampling, None, (), given=frozenset(given))
+    return Line(number, name, CHATS, wish)
 
 
 def _prompt_problems(prompt: Any, messages: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ import sys
 from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
+from serving.run.flags import sampling_with
 from serving.run.progress import print_table
 from serving.run.start import open_llm
 from shiftjax.config import EngineConfig
@@ -23,6 +24,7 @@ HELP = "/reset forgets the conversation, /quit or Ctrl-D ends it, Ctrl-C stops a
 def chat(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Hold a conversation until the input ends."""
     llm = open_llm(config, arguments.server)
+    sampling = sampling_with(llm.sampling_defaults, arguments)
     _talk(llm, sampling, arguments.system)
     if arguments.stats:
         print_table("statistics", llm.stats())

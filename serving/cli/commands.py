@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import shiftjax
 from serving.run.access import check_access
+from serving.run.flags import sampling_with
 from serving.run.jax_log import shorten_jax_log
 from serving.run.progress import print_table, throughput
 from serving.run.start import look_for_server, open_llm
@@ -29,6 +30,7 @@ def generate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     if not prompts:
         raise ConfigError(["no prompt was given: write one, or name a file with --prompts"])
     llm = open_llm(config, arguments.server)
+    sampling = sampling_with(llm.sampling_defaults, arguments)
     start = time.monotonic()
     is_one = len(prompts) == 1 and sampling.n == 1
     with closing(llm.stream(prompts, sampling)) as stream:

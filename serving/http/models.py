@@ -56,6 +56,7 @@ def _of_openai(service: Service, name: str) -> Json:
         "parent": None,
         "max_model_len": engine.request_limits.max_model_len,
         "task": model.task,
+        "default_sampling_params": dict(model.defaults),
     }
     return told | ({"simulated": model.simulated} if model.simulated else {})
 

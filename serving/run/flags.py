@@ -12,6 +12,7 @@ from shiftjax.config import CONTROLS, PARTS, SETTINGS, EngineConfig
 from shiftjax.core.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.parallel.arrangements import FleetOptions
+from shiftjax.text.generation_config import with_defaults
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
@@ -238,6 +239,18 @@ def make_sampling(values: Mapping[str, Any]) -> SamplingParams:
     if problems:
         raise ConfigError(problems)
     return sampling
+
+
+def sampling_with(defaults: Mapping[str, Any], arguments: argparse.Namespace) -> SamplingParams:
+    """The sampling of a command, with a model's defaults where no flag says anything.
+
+    Raises ConfigError where a flag does not go together with a default.
+    """
+    given = given_sampling(arguments)
+    try:
+        return with_defaults(make_sampling(given), given, defaults)
+    except SamplingError as error:
+        raise ConfigError([f"{name} {words}" for name, words in error.problems]) from None
 
 
 def read_secret_lines(name: str, path: str) -> list[str]:

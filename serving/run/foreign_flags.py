@@ -31,6 +31,7 @@ _ALIASES = {
     "-pp": "--pp",
     "-dp": "--dp",
     "-q": "--quantization",
+    "--preferred-sampling-params": "--override-generation-config",
     "--gpu-memory-utilization": "--memory-fraction",
     "--mem-fraction-static": "--memory-fraction",
     "--num-gpu-blocks-override": "--num-blocks",
@@ -64,6 +65,11 @@ _VALUES = {
         "think",
     )
     | {"gpt-oss": "openai_gptoss"},
+    "--generation-config": {"vllm": "none"},
+    "--sampling-defaults": {
+        "model": "--generation-config auto",
+        "openai": "--generation-config none",
+    },
     "--tool-call-parser": {"llama3": "llama3_json", "qwen25": "hermes", "gpt-oss": "openai"},
 }
 _SIZES = {"--kv-offloading-size": "--host-memory"}  # GiB
@@ -134,7 +140,6 @@ _ADAPTERS = "adapters are not served: merge them into the checkpoint"
 _IMAGES = "models with images, audio or video are not served"
 _DISAGGREGATED = "prefill and decode share devices here; --phases divides batches"
 _EVENTS = "use --kv-events-endpoint tcp://*:5557 and --kv-events-topic"
-_SAMPLING = "requests give the parameters of sampling; generate and batch have flags for them"
 _REFUSED = {
     "--lora-modules": _ADAPTERS,
     "--lora-paths": _ADAPTERS,
@@ -153,9 +158,6 @@ _REFUSED = {
     "--hf-overrides": "change config.json in a copy of the checkpoint's directory",
     "--rope-scaling": "change config.json in a copy of the checkpoint's directory",
     "--rope-theta": "change config.json in a copy of the checkpoint's directory",
-    "--generation-config": _SAMPLING,
-    "--override-generation-config": _SAMPLING,
-    "--preferred-sampling-params": _SAMPLING,
     "--kv-transfer-config": _DISAGGREGATED,
     "--disaggregation-mode": _DISAGGREGATED,
     "--kv-events-config": _EVENTS,

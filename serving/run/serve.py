@@ -335,6 +335,7 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         programs,
         num_compiles=lambda: llm.num_compiles,
         attention=stats["attention"],
+        defaults=llm.sampling_defaults,
     )
 
 

@@ -1,6 +1,7 @@
 """A server on simulated devices: the model is its config alone. No JAX."""
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shiftjax.sim.experiments import target_of
 from shiftjax.sim.live import deploy_live, live_engine
 from shiftjax.sim.models import find_model
 from shiftjax.text.byte_tokenizer import END, byte_tokenizer, whole_text_ids
+from shiftjax.text.generation_config import sampling_defaults
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,15 +71,25 @@ def open_simulated(
     logger.warning("devices are simulated (%s): answers are made up, no model is loaded", machine)
     names = names_of(options.served_model_name or config.model.model)
     template = chat_template(tokenizer, options)
-    return Simulated(engine, ServedModel(names, tokenizer, template, info, simulated=machine))
+    chosen = config.model.generation_config, config.model.override_generation_config
+    defaults = sampling_defaults(*chosen, _directory(config))
+    served = ServedModel(names, tokenizer, template, info, simulated=machine, defaults=defaults)
+    return Simulated(engine, served)
 
 
 def _tokenizer(config: EngineConfig) -> Tokenizer | None:
     """That of the settings, or beside the model's config, if there is one."""
-    path = Path(config.model.model.removeprefix("random:")).expanduser()
-    directory = path if path.is_dir() else path.parent
+    directory = _directory(config)
     if config.model.tokenizer:
         return load_tokenizer(config.model.tokenizer)
-    if path.exists() and (directory / "tokenizer.json").is_file():
+    if directory is not None and (directory / "tokenizer.json").is_file():
         return load_tokenizer(directory)
     return None
+
+
+def _directory(config: EngineConfig) -> Path | None:
+    """Where the model's files are; None: it is known by its name alone."""
+    path = Path(config.model.model.removeprefix("random:")).expanduser()
+    if not os.path.exists(path):
+        return None
+    return path if path.is_dir() else path.parent

@@ -5,6 +5,7 @@ model by the engine's admission. Raises `ServeError` that names the field.
 """
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from shiftjax.core.sampling_params import (
     SamplingError,
     SamplingParams,
 )
+from shiftjax.text.generation_config import with_defaults
 
 MAX_PROMPTS = 256  # in one request
 MAX_TEXT_CHARACTERS = 256  # of ids, salts and users
@@ -43,6 +45,7 @@ class Wish:
     unknown: tuple[str, ...]  # names of fields that nobody knows
     prediction: str | None = None  # the output that the client expects
     tools: ToolWish | None = None  # None: nothing can be called
+    given: Collection[str] = ()  # fields of `sampling` that the request names
 
     @property
     def priority(self) -> int:
@@ -123,7 +126,17 @@ def _wish(
         sampling = SamplingParams(**given)
     except SamplingError as error:
         raise _sampling_error(error, fields) from None
-    return Wish(fields, sampling, grammar_source_of(fields), unknown, _predicted(fields.prediction))
+    source, prediction = grammar_source_of(fields), _predicted(fields.prediction)
+    return Wish(fields, sampling, source, unknown, prediction, given=frozenset(given))
+
+
+def with_server_defaults(wish: Wish, defaults: Mapping[str, Any]) -> Wish:
+    """The wish with the model's defaults of sampling where it names none. Raises `ServeError`."""
+    try:
+        sampling = with_defaults(wish.sampling, wish.given, defaults)
+    except SamplingError as error:
+        raise _sampling_error(error, wish.fields) from None
+    return replace(wish, sampling=sampling)
 
 
 def _sampling_error(error: SamplingError, fields: GenerationFields) -> ServeError:

@@ -25,7 +25,7 @@ from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts
-from serving.server.schema import Wish, prompts_of
+from serving.server.schema import Wish, prompts_of, with_server_defaults
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
 from serving.server.timeline import Timeline
@@ -52,6 +52,7 @@ class ServedModel:
     num_compiles: Callable[[], int] = lambda: 0  # since then
     reader: InputReader | None = None  # of an encoder's inputs
     attention: Mapping[str, str] = field(default_factory=dict)  # implementation -> why it is used
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, by field
     simulated: str = ""  # the machine that its devices are simulated of; "": they are real
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -239,8 +240,8 @@ class Service:
         else on how many requests the engine has had before.
         """
         try:
-            _, engine = self.generating()
-            wish = read_fields(values)
+            model, engine = self.generating()
+            wish = with_server_defaults(read_fields(values), model.defaults)
             return await self._submit(engine, wish, request_id, timeout, seed)
         except ServeError as error:
             self.refuse(error)

@@ -5,12 +5,13 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from types import MappingProxyType
+from typing import Any, cast
 
 import httpx
 from in_thread import InThread, server_in_thread
@@ -189,6 +190,7 @@ def running_server(
     tokenizer: Tokenizer | None = None,
     num_compiles: Callable[[], int] = lambda: 0,
     kv_events: KvEvents | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     grammar_timeout: float = 60.0,  # a busy machine shall not change answers
     **options,
 ) -> Iterator[Running]:
@@ -200,7 +202,8 @@ def running_server(
         observers, settings = service.observers, service.options
         async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
-        model = ServedModel(("echo", "echo-alias"), tokenizer, template, num_compiles=num_compiles)
+        names, told = ("echo", "echo-alias"), {"num_compiles": num_compiles, "defaults": defaults}
+        model = ServedModel(names, tokenizer, template, **told)
         service.open(model, async_engine)
         if service.grammars is not None:
             service.grammars.timeout = grammar_timeout

@@ -178,8 +178,10 @@ def test_a_line_is_a_prompt_or_messages_with_sampling_fields():
         max_tokens=7,
     )
     fields, sampling = CompletionFields(prompt="Hello"), SamplingParams(temperature=0, max_tokens=3)
-    assert plain == Line(1, "line-1", COMPLETION, Wish(fields, sampling, None, ()))
-    wish = Wish(ChatFields(messages=messages), SamplingParams(max_tokens=7), None, ())
+    given = frozenset({"temperature", "max_tokens"})
+    assert plain == Line(1, "line-1", COMPLETION, Wish(fields, sampling, None, (), given=given))
+    given = frozenset({"max_tokens"})
+    wish = Wish(ChatFields(messages=messages), SamplingParams(max_tokens=7), None, (), given=given)
     assert chat == Line(2, "b", CHATS, wish)
 
 
