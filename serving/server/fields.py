@@ -1,7 +1,7 @@
 """The fields of requests, typed, and the names of those that are not supported. No JAX."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -131,6 +131,8 @@ class GenerationFields(sampling_fields(HTTP), kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     timeline: bool | None = None
     # OpenAI's clients send these; checked, and without effect here.
     metadata: dict[str, str] | None = None
@@ -156,6 +158,10 @@ class ChatFields(GenerationFields, kw_only=True):
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: list[dict[str, Json]] | None = None
+    echo: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
 
@@ -168,6 +174,7 @@ class TokenizeFields(msgspec.Struct, kw_only=True):
     messages: list[dict[str, Json]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Json] | None = None
     tools: list[Tool] | None = None
     return_token_strs: bool | None = None
@@ -218,7 +225,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
     "detokenize": (True,),
     "logits_processors": ([],),
     "guided_json": (),
@@ -233,8 +239,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs.disable_fallback": (False,),
     "structured_outputs.disable_additional_properties": (False,),
     "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
     "include_reasoning": (True,),
     "thinking_token_budget": (),
     "mm_processor_kwargs": ({},),
@@ -280,10 +284,12 @@ FOREIGN: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
         "top_logprobs": (0,),
         "chat_template_kwargs": ({},),
         "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "documents": ([],),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
     },
-    ChatFields: {"prompt": (), "echo": (False,), "add_special_tokens": (False,)},
+    ChatFields: {"prompt": ()},
 }
 
 

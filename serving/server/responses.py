@@ -20,7 +20,7 @@ from serving.server.pieces import (
 )
 from serving.server.request_timeline import asked_timeline
 from serving.server.service import Generation
-from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, given_ids, prompt_ids
+from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, echoed, given_ids, prompt_ids
 from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
@@ -37,6 +37,7 @@ class Writer:
         self._fields = generation.wish.fields
         self._logprobs = LogprobWriter(tokenizer, self._fields.return_tokens_as_token_ids)
         self._is_chat = isinstance(self._fields, ChatFields)
+        self._echo = echoed(self._fields) if isinstance(self._fields, ChatFields) else ""
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
         self._is_plain = generation.parser is PlainParser
@@ -139,6 +140,7 @@ class Writer:
         if place not in self._begun:
             self._begun.add(place)
             first = {"role": "assistant", "content": "" if self._is_plain else None}
+            parts = [{"content": self._echo}] * bool(self._echo) + parts
             parts = [first, *(parts or [{}])]
         elif not parts and (delta.finish_reason or self._tells_tokens):
             parts = [{}]
@@ -162,7 +164,7 @@ class Writer:
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """The fields of a message, whose content is null where it only reasons or calls."""
-        message: Json = {"content": text_of(pieces, Text), "refusal": None}
+        message: Json = {"content": self._echo + text_of(pieces, Text), "refusal": None}
         reasoning = text_of(pieces, Reasoning)
         calls = [
             _call(piece.id, piece.name, "") for piece in pieces if isinstance(piece, CallBegin)

@@ -83,6 +83,9 @@ def read_chat(values: Any) -> Wish:
         raise invalid("max_tokens", "must be at least 1 in a chat")
     if fields.top_logprobs and not fields.logprobs:
         raise invalid("top_logprobs", "needs logprobs to be true")
+    if fields.continue_final_message and fields.add_generation_prompt:
+        words = "must be false with continue_final_message: nothing new begins"
+        raise invalid("add_generation_prompt", words)
     given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     fields.messages = read_calls(fields.messages)
     tools = read_tools(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)

@@ -24,7 +24,7 @@ from serving.server.json_body import read
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
-from serving.server.prompts import Prompts
+from serving.server.prompts import Prompts, template_variables
 from serving.server.schema import Wish, prompts_of, with_server_defaults
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
@@ -339,12 +339,11 @@ class Service:
         if (fields.prompt is None) == (fields.messages is None):
             raise invalid("prompt", "or messages must be given, and only one of them")
         if fields.messages is not None:
-            if fields.add_special_tokens:
-                raise invalid("add_special_tokens", "needs prompt: a template writes them itself")
-            given = fields.chat_template_kwargs or {}
-            variables = {"add_generation_prompt": fields.add_generation_prompt is not False} | given
             messages, functions = read_calls(fields.messages), checked_functions(fields.tools or [])
+            variables = template_variables(fields)
             return model, fields, await self.prompts.of_chat(messages, functions, variables)
+        if fields.continue_final_message:
+            raise invalid("continue_final_message", "needs messages")
         for name in ("chat_template_kwargs", "add_generation_prompt", "tools"):
             if getattr(fields, name) not in (None, True):
                 raise invalid(name, "needs messages")

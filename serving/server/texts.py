@@ -29,7 +29,7 @@ class Texts:
         self._tokenizer, self._template, self._threads = tokenizer, template, threads
         pieces = tokenizer.token_bytes if tokenizer is not None else None
         longest = max(map(len, pieces.pieces), default=1) if pieces else LONGEST_TOKEN
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._max_characters = max_model_len * longest  # of a prompt that fills the context
         self._num_texts = 0
 
@@ -39,9 +39,16 @@ class Texts:
             raise invalid(field, "needs a tokenizer, which this model has not: send token ids")
         return self._tokenizer
 
-    async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> list[int]:
-        """Token ids of a text. Raises `ServeError` for one that no context could hold."""
-        tokenizer = self.tokenizer_for(field)
+    async def encode(
+        self, text: str, *, special: bool = True, field: str = "prompt", keep: str = ""
+    ) -> list[int]:
+        """Token ids of a text. Raises `ServeError` for one that no context could hold.
+
+        With `keep`, left or right, as much of it as a context can hold on that side is encoded.
+        """
+        tokenizer, most = self.tokenizer_for(field), self._max_characters
+        if keep and len(text) > most:
+            text = text[:most] if keep == "left" else text[-most:]
         self._check_length(len(text), field)
         if len(text) <= INLINE_CHARACTERS:
             return tokenizer.encode(text, special)
@@ -81,7 +88,7 @@ class Texts:
     def _check_length(self, num_characters: int, field: str) -> None:
         """Refuse, before any tokenizing, what has more characters than a full context can have."""
         if num_characters > self._max_characters:
-            tokens = f"the context of {self._max_model_len} tokens"
+            tokens = f"the context of {self.max_model_len} tokens"
             message = f"{field} has {num_characters} characters: more than {tokens} can hold."
             code = "context_length_exceeded"
             raise ServeError("invalid", message, param=field, code=code)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from serving.server.fields import GenerationFields
+from serving.server.fields import ChatFields, GenerationFields
 from serving.server.handle import RequestHandle
 
 Json = dict[str, Any]
@@ -14,6 +14,15 @@ ANSWER: Mapping[str, None] = dict.fromkeys(
 )
 CHOICE: Mapping[str, None] = {"token_ids": None}
 MESSAGE: Mapping[str, None] = dict.fromkeys(("annotations", "audio", "function_call", "reasoning"))
+
+
+def echoed(fields: ChatFields) -> str:
+    """The text of the assistant's last message, if the answer shall begin with it."""
+    last = fields.messages[-1]
+    if not fields.echo or last.get("role") != "assistant":
+        return ""
+    said = last.get("content") or ""
+    return said if isinstance(said, str) else "\n".join(part["text"] for part in said)
 
 
 def prompt_ids(fields: GenerationFields, handle: RequestHandle) -> Json:

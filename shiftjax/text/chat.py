@@ -13,6 +13,7 @@ __all__ = ["ChatRequestError", "ChatTemplate", "ChatTemplateError", "encode_chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MAX_DEPTH = 64  # of JSON inside a message or a tool's schema
+_OPEN_END = "\ue000open end\ue000"  # marks where a message that is continued ends
 
 
 class ChatTemplate:
@@ -42,14 +43,22 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
         """Return the prompt; see `render_chat`."""
+        if add_generation_prompt and continue_final_message:
+            words = "continue_final_message needs add_generation_prompt to be false"
+            raise ChatRequestError(f"{words}: a new message does not continue the last one.")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         if clash := self._reserved & variables.keys():
             raise ChatRequestError(f"Template variables {sorted(clash)} are reserved.")
         plain = {"tools": None, "documents": None} | _plain(variables, "template variables")
-        plain |= {"messages": _normalise(messages), "add_generation_prompt": add_generation_prompt}
+        said = _normalise(messages)
+        plain["messages"] = _opened(said) if continue_final_message else said
+        plain["add_generation_prompt"] = add_generation_prompt
         try:
             prompt = render(self._template, Budget(MAX_UNITS, self._time_limit_seconds), plain)
         except ChatTemplateError:
@@ -65,14 +74,15 @@ class ChatTemplate:
                 f"The chat template made {len(prompt)} characters; "
                 f"the limit is {self._max_output_chars}."
             )
-        return prompt
+        return _cut_at_open_end(prompt) if continue_final_message else prompt
 
 
 def render_chat(
     template: str | ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     *,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
     bos_token: str | None = None,
     eos_token: str | None = None,
     **kwargs: Any,
@@ -82,7 +92,8 @@ def render_chat(
     A message is `{"role": ..., "content": ...}` with further JSON fields as the template knows
     them; content given as parts is its text parts joined with newlines, other parts are refused.
     `kwargs` are template variables (`tools`, `enable_thinking` ...). The prompt holds its own BOS:
-    encode it with `add_special_tokens=False`.
+    encode it with `add_special_tokens=False`. With `continue_final_message` it ends with the
+    text of the last message, else, unless `add_generation_prompt` is false, where an answer begins.
 
     Raises `ChatRequestError` for messages that are malformed or that the template refuses,
     `ChatTemplateError` for a template that is broken, forbidden or over its limits.
@@ -91,7 +102,11 @@ def render_chat(
     named = {"bos_token": bos_token, "eos_token": eos_token}
     tokens = {name: token for name, token in named.items() if token is not None}
     return compiled.render(
-        messages, add_generation_prompt=add_generation_prompt, **tokens, **kwargs
+        messages,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        **tokens,
+        **kwargs,
     )
 
 
@@ -100,18 +115,38 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     *,
     template: ChatTemplate | None = None,
+    add_special_tokens: bool = False,
     **kwargs: Any,
 ) -> list[int]:
     """Return the prompt's token ids; `kwargs` as in `render_chat`.
 
     `template` is the tokenizer's own, compiled, or another; without it the tokenizer's is compiled.
+    `add_special_tokens` adds what the tokenizer adds to any text to what the template writes.
     """
     source = template or tokenizer.chat_template
     if source is None:
         raise ChatRequestError("This model has no chat template: send a plain prompt, or give one.")
     bos, eos = tokenizer.bos_token, tokenizer.eos_token
     prompt = render_chat(source, messages, bos_token=bos, eos_token=eos, **kwargs)
-    return tokenizer.encode(prompt, add_special_tokens=False)
+    return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+
+def _opened(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages; the end of the last one's text is marked. The mark ends with a space."""
+    last = messages[-1]
+    if not last.get("content") or last.get("tool_calls"):
+        raise ChatRequestError("continue_final_message needs a last message of text alone.")
+    return [*messages[:-1], last | {"content": f"{last['content']}{_OPEN_END} "}]
+
+
+def _cut_at_open_end(prompt: str) -> str:
+    """The prompt up to the mark; a template that trims messages trims the open one, too."""
+    end = prompt.rfind(_OPEN_END)
+    if end < 0:
+        words = "The chat template does not write the last message, so it cannot be continued."
+        raise ChatRequestError(words)
+    is_whole = prompt.startswith(f"{_OPEN_END} ", end)
+    return prompt[:end] if is_whole else prompt[:end].rstrip()
 
 
 def _normalise(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -192,3 +192,16 @@ def test_one_template_in_many_threads():
     for thread in threads:
         thread.join()
     assert results == {number: f"<{number}>" * 300 for number in range(8)}
+
+
+@pytest.mark.parametrize("content", ["Sure: ", "a\nb", "x </s> y"])
+def test_a_message_is_continued_where_it_ends(smollm2, content):
+    said = [*USER, {"role": "assistant", "content": content}]
+    template = ChatTemplate(smollm2.chat_template)
+    whole = render_chat(template, said, add_generation_prompt=False)
+    assert whole == render_chat(template, said, continue_final_message=True) + "<|im_end|>\n"
+
+
+def test_a_message_that_the_template_hides_cannot_be_continued():
+    with pytest.raises(ChatRequestError, match="does not write the last message"):
+        render_chat("{{ messages[0].role }}", USER, continue_final_message=True)

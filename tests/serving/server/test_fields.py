@@ -82,7 +82,6 @@ def test_special_tokens_can_be_left_out(client, add):
         (COMPLETION, {"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
         (COMPLETION, {"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         (CHAT, {"prompt": "x"}, "prompt"),
-        (CHAT, {"echo": True}, "echo"),
         (CHAT, {"store": True}, "store"),
         (CHAT, {"service_tier": "flex"}, "service_tier"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort"),
