@@ -9,57 +9,92 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from serving.cli.batch_formats import FORMATS, Line, read_lines
+from serving.cli.batch_formats import FORMATS, Format, Line, read_lines
 from serving.cli.batch_lines import run_lines
-from serving.cli.batch_output import append, open_output
+from serving.cli.batch_output import append, has_answer, open_output
 from serving.cli.batch_phases import settle_phases
 from serving.cli.batch_progress import shown_tally
 from serving.cli.batch_tally import Tally
+from serving.cli.batch_trial import Failure, failures_of_all, in_words
 from serving.run.flags import given_sampling
 from serving.run.progress import print_table, throughput
 from serving.run.serve import served_model
-from serving.run.start import open_llm
+from serving.run.start import look, open_llm
 from serving.server.async_engine import AsyncEngine
 from serving.server.service import Service
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import SamplingParams
 from shiftjax.host_tier.extents import HostBlocks
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, printable
 from shiftjax.phases.resharding import Resharding
 
 if TYPE_CHECKING:
     from shiftjax.llm import LLM
 
+OK, FAILED = 0, 1
 QUEUE = 1 << 20  # sequences; a batch bounds itself
 
 
 def run_batch(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
-    """Run a batch file; 1 if the output cannot be written to the end."""
-    form = FORMATS[arguments.format]
+    """Run a batch file; 1 if all lines fail, or the output cannot be written to the end."""
+    form, server = FORMATS[arguments.format], arguments.server
     lines = _read_input(arguments)
     todo = open_output(arguments.output, lines, arguments.resume, form)
-    llm = open_llm(settle_phases(config, todo, arguments.server), arguments.server)
+    left_out = len(lines) - len(todo)
+    if not todo:
+        print(f"{arguments.input}: no line is left to run", file=sys.stderr)
+        return _code(arguments, left_out) if lines else OK
+    files = look(config, server, "generate")
+    failures = failures_of_all(todo, files, config, server)
+    if failures:
+        return _refuse(failures, arguments, form) or _code(arguments, left_out)
+    llm = open_llm(settle_phases(config, todo, server), server, files)
     start, counts = time.monotonic(), Counter[str]()
     try:
         asyncio.run(_run(llm, todo, arguments, counts))
     except OSError as error:
         print(f"{arguments.output}: {error.strerror}; --resume continues", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
         print(f"{arguments.output}: interrupted; --resume continues", file=sys.stderr)
         raise
     rows = {"lines": counts["lines"], "errors": counts["errors"]}
     rows |= {"with ignored fields": counts["ignoring"]} if counts["ignoring"] else {}
-    rows |= {"left out": len(lines) - len(todo)} | llm.stats()
+    rows |= {"left out": left_out} | llm.stats()
     print_table("batch", rows | throughput(counts["tokens"], time.monotonic() - start))
-    return 0
+    return OK if counts["errors"] < counts["lines"] else _code(arguments, left_out)
+
+
+def _code(arguments: argparse.Namespace, left_out: int) -> int:
+    """The exit code of a run without an answer: OK only if a run before it had one."""
+    if left_out and has_answer(arguments.output):
+        return OK
+    print(f"{arguments.output}: it has no answer: every line failed", file=sys.stderr)
+    return FAILED
+
+
+def _refuse(failures: Sequence[Failure], arguments: argparse.Namespace, form: Format) -> int:
+    """Record lines that cannot be run, and say why; FAILED if the records cannot be written."""
+    try:
+        with arguments.output.open("ab", buffering=0) as file:
+            for line, error in failures:
+                append(file, msgspec.json.encode(form.failure(line, error)) + b"\n")
+    except OSError as error:
+        print(f"{arguments.output}: {error.strerror}; --resume continues", file=sys.stderr)
+        return FAILED
+    count = f"{len(failures):,} lines, of which none"
+    print(f"{arguments.input}: {count} can be run, so no model is loaded:", file=sys.stderr)
+    for words in in_words(failures):
+        print(printable(words), file=sys.stderr)
+    return OK
 
 
 def _read_input(arguments: argparse.Namespace) -> list[Line]:

@@ -48,7 +48,7 @@ async def _run_line(service: Service, line: Line, tally: Tally, form: Format, se
     try:
         if line.problem is not None:
             raise ServeError("invalid", line.problem)
-        _check_fields(line, service.options.strict)
+        check_fields(line, service.options.strict)
         name = f"{ID_PREFIX}{line.number}"
         with await service.start(read_wish, line, name, seed=seed) as generation:
             handles = generation.handles
@@ -75,7 +75,8 @@ def read_wish(line: Line) -> Wish:
     return (read_chat if line.url == CHATS else read_completion)(line.body)
 
 
-def _check_fields(line: Line, strict: bool) -> None:
+def check_fields(line: Line, strict: bool) -> None:
+    """Refuse with `ServeError` fields that have no meaning for a line."""
     if line.unknown and strict:
         raise ServeError("invalid", f"{line.unknown[0]} is not a field of a line.")
     if isinstance(line.body, dict) and line.body.get("stream"):

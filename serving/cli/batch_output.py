@@ -50,6 +50,12 @@ def open_output(path: Path, lines: Sequence[Line], resume: bool, form: Format) -
     return [line for line in lines if line.number not in done]
 
 
+def has_answer(path: Path) -> bool:
+    """Whether a record of this output has no error. Raises OSError."""
+    with path.open("rb") as file:
+        return any(msgspec.json.decode(text).get("error") is None for text in file)
+
+
 def repair(path: Path, form: Format) -> dict[int, str]:
     """The id of every line with a record, by number; cuts off a last record that is not whole.
 

@@ -26,12 +26,15 @@ class StartError(Exception):
     """The engine cannot be started, though settings and model are as they should be."""
 
 
-def open_llm(config: EngineConfig, server: ServerOptions | None = None) -> "LLM":
+def open_llm(
+    config: EngineConfig, server: ServerOptions | None = None, files: "ModelFiles | None" = None
+) -> "LLM":
     """Load and compile, with bars on a terminal; `server` are settings that came with `config`.
 
-    Raises StartError for want of memory, and ConfigError for settings of no use for the model.
+    `files` are what `look` has found, if it was called before. Raises StartError for want of
+    memory, and ConfigError for settings of no use for the model.
     """
-    return _opened(config, server, "generate")
+    return _opened(config, server, "generate", files)
 
 
 def open_embedder(config: EngineConfig, server: ServerOptions | None = None) -> "Embedder":
@@ -103,12 +106,17 @@ def _template_file(path: str) -> str:
     return text
 
 
-def _opened(config: EngineConfig, server: ServerOptions | None, task: Task) -> Any:
+def _opened(
+    config: EngineConfig,
+    server: ServerOptions | None,
+    task: Task,
+    files: "ModelFiles | None" = None,
+) -> Any:
     from serving.run.progress import shown_phases
 
     phases = Phases()
     with shown_phases(phases):
-        model = loaded(config, look(config, server, task, phases), phases)
+        model = loaded(config, files or look(config, server, task, phases), phases)
         phases.end()
     return model
 

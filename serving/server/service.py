@@ -266,7 +266,7 @@ class Service:
         model = self.model_named(fields.model)
         if timeout is not None and timeout <= 0:
             raise ServeError("deadline", "The deadline had passed when the request came.")
-        _check_server_limits(wish, self.options)
+        check_server_limits(wish, self.options)
         is_chat = isinstance(fields, ChatFields)
         num_prompts = 1 if is_chat else len(prompts_of(fields))
         engine.check_room(num_prompts * wish.sampling.n)
@@ -381,7 +381,7 @@ def _seeded(sampling: SamplingParams, seed: int | None, index: int) -> SamplingP
     return replace(sampling, seed=derive_seed(seed, index))
 
 
-def _check_server_limits(wish: Wish, options: ServerOptions) -> None:
+def check_server_limits(wish: Wish, options: ServerOptions) -> None:
     """What this server refuses although another may allow it."""
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(wish.sampling, name) or 0) > options.max_logprobs:
