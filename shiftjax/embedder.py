@@ -9,6 +9,7 @@ import numpy as np
 
 from shiftjax.arch.formats import formats_of
 from shiftjax.arch.pooling import Pooling
+from shiftjax.arch.rotary import served_within
 from shiftjax.config import EngineConfig
 from shiftjax.core.errors import RequestError
 from shiftjax.device.compile_cache import use_compile_cache
@@ -182,7 +183,8 @@ def _start_runner(
     model, memory = source.config, measure(jax.devices())
     check_embedding(config, model, memory)
     devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
-    mesh, layout = rows_mesh(devices), Layout(model, 1, 1)
+    shape = embed_shape(config, model, pooling.max_length, len(devices))
+    mesh, layout = rows_mesh(devices), Layout(served_within(model, shape.widths[-1]), 1, 1)
     defined = define(layout, formats_of(embed_dtype(config)))
     leaves = load(defined, layout, mesh, source, progress)
     by_name = {weight.name: leaf for weight, leaf in zip(defined.declared, leaves, strict=True)}
@@ -190,7 +192,6 @@ def _start_runner(
         leaf if w.tied_to is None else by_name[w.tied_to]
         for w, leaf in zip(defined.declared, leaves, strict=True)
     ]
-    shape = embed_shape(config, model, pooling.max_length, len(devices))
     step = EmbedStep(defined, mesh, pooling)
     return EmbedDeviceRunner(step, cast(list[jax.Array], leaves), shape, progress)
 

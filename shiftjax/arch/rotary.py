@@ -1,6 +1,7 @@
 """Frequencies of rotary embeddings (arXiv 2104.09864), and how they are stretched. No JAX."""
 
 import math
+from dataclasses import replace
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
 
@@ -24,6 +25,16 @@ def rope_frequencies(
     else:
         kept = [_llama3_kept(f, scaling) for f in frequencies]
     return [k * f + (1 - k) * f / scaling.factor for k, f in zip(kept, frequencies, strict=True)]
+
+
+def served_within(model: ModelConfig, longest: int) -> ModelConfig:
+    """Return a model whose sequences have `longest` tokens at most.
+
+    Rotary embeddings with numbers for two ranges then take those of this one, in all sequences.
+    """
+    if any(scaling is not None and scaling.kind == "longrope" for _, scaling in model.ropes):
+        return replace(model, max_position_embeddings=longest)
+    return model
 
 
 def rotary_dim(config: ModelConfig) -> int:

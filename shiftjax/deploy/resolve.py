@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
 from shiftjax.arch.formats import AUTO, Formats, formats_of
+from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
 from shiftjax.config import EngineConfig, ParallelOptions
 from shiftjax.costs.buckets import SMALLEST_TOKENS, doubling
@@ -67,6 +68,8 @@ def resolve(
     if problems:
         raise ConfigError(problems)
     cache, scheduler = config.cache, config.scheduler
+    longest = config.model.max_model_len or model.max_position_embeddings
+    model = served_within(model, longest)
     formats = formats_in(config, model, suited)
     budget = scheduler.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
@@ -87,7 +90,7 @@ def resolve(
         dp=dp,
         policy=scheduler.policy,
         threshold=config.threshold_tokens,
-        max_model_len=config.model.max_model_len or model.max_position_embeddings,
+        max_model_len=longest,
         max_num_seqs=scheduler.max_num_seqs,
         max_num_batched_tokens=scheduler.max_num_batched_tokens,
         token_buckets=sizes,
