@@ -8,6 +8,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.traits import DECODERS, SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
+from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
 from shiftjax.weights.source import CheckpointError
@@ -21,34 +22,6 @@ _GEMMA = ("gemma2", "gemma3_text")
 _GLM = ("glm", "glm4", "glm4_moe")
 _QWEN2 = ("qwen2", "qwen2_moe")
 _NO_BIAS = ("mistral", "mixtral", "phi3")
-# What transformers assumes where a file says nothing; published files of Gemma 3 say little.
-_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 256},
-    "gemma3_text": {
-        "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-        "sliding_window": 4096,
-        "query_pre_attn_scalar": 256,
-        "tie_word_embeddings": True,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    },
-    "glm": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
-    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
-    "glm4_moe": {"rms_norm_eps": 1e-5, "norm_topk_prob": True, "n_shared_experts": 1},
-    "qwen2_moe": {"qkv_bias": True},
-    "gpt_oss": {"rms_norm_eps": 1e-5, "head_dim": 64, "attention_bias": True},
-    "olmo2": {"rms_norm_eps": 1e-5},
-    "olmoe": {"rms_norm_eps": 1e-5},
-    "phi3": {"rms_norm_eps": 1e-5},
-}
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -62,7 +35,16 @@ def read_config(directory: Path, name: str | None = None) -> ModelConfig:
     fields = Fields(read_json(generation), str(generation))
     more = fields.token_ids("eos_token_id")
     fields.raise_problems()
-    return replace(config, eos_token_ids=tuple(dict.fromkeys(config.eos_token_ids + more)))
+    # A default of the class is no token of this model where the other file names one.
+    own = config.eos_token_ids if _says_eos(data) or not more else ()
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(own + more)))
+
+
+def _says_eos(data: dict[str, Any]) -> bool:
+    """Whether a file itself has the ids that end a text."""
+    text = data.get("text_config")
+    parts = (data, text) if isinstance(text, dict) else (data,)
+    return any(part.get("eos_token_id") is not None for part in parts)
 
 
 def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
@@ -73,12 +55,12 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     architecture = data.get("model_type")
     if architecture in _WITH_IMAGES:
         data, architecture = _text_part(data, file), _WITH_IMAGES[architecture]
-    fields = Fields(_DEFAULTS.get(str(architecture), {}) | data, file)
     if architecture not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
     if architecture in ENCODERS:
-        return parse_encoder(fields, name, architecture)
+        return parse_encoder(Fields(data, file), name, architecture)
+    fields = Fields(defaults_of(architecture).fill(data), file)
     _refuse_unsupported(fields, architecture)
     method = parse_method(fields)
     bos = fields.token_ids("bos_token_id")
@@ -97,7 +79,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         **read_layers(fields, architecture, shape["head_dim"]),
         **traits_of(architecture),
         **_of_few(fields, architecture, shape["head_dim"]),
-        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.positive("rms_norm_eps"),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         attention_bias=attention_bias or architecture == "qwen2",
         output_bias=attention_bias and architecture not in (*_QWEN2, *_GLM),
@@ -131,7 +113,9 @@ def _of_few(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
         ("attention_soft_cap", "attn_logit_softcapping"),
         ("logit_soft_cap", "final_logit_softcapping"),
     )
-    found = {ours: fields.positive(name) for ours, name in caps if fields.has(name)}
+    # Gemma 3's scores have none: transformers keeps the field, and computes without it.
+    own = caps if architecture == "gemma2" else caps[1:]
+    found = {ours: fields.positive(name) for ours, name in own if fields.has(name)}
     return found if scale == head_dim else {"query_scale": scale**-0.5} | found
 
 
@@ -149,24 +133,19 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
             fields.problem(f"{name} must be {value}, found {fields.data[name]}")
     if fields.data.get("clip_qkv") is not None:
         fields.problem("clip_qkv must be null: queries, keys and values are not clipped here")
-    if architecture == "qwen2_moe" and fields.data.get("use_sliding_window"):
-        fields.problem("use_sliding_window must be false: its layers are not told apart here")
     if fields.data.get("use_bidirectional_attention"):
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 
 
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    # A null means one KV head per query head; the default of an absent field differs by model.
-    all_heads = (
-        architecture in (*_LLAMA, "olmo2", "olmoe", "phi3") or "num_key_value_heads" in fields.data
-    )
-    kv_heads = fields.count("num_key_value_heads", heads if all_heads else None)
-    head_dim = fields.count("head_dim", _HEAD_DIM.get(architecture, max(1, hidden // heads)))
+    kv_heads = fields.count("num_key_value_heads", heads)
+    own_dim = defaults_of(architecture).absent.get("head_dim")
+    head_dim = fields.count("head_dim", own_dim or max(1, hidden // heads))
     if not fields.problems:
         if heads % kv_heads:
             fields.problem(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
-        if not fields.has("head_dim") and architecture not in _HEAD_DIM and hidden % heads:
+        if not fields.has("head_dim") and not own_dim and hidden % heads:
             fields.problem(f"hidden_size {hidden} is no multiple of {heads} heads")
         if head_dim % 2:
             fields.problem(f"head_dim must be even for rotary embeddings, found {head_dim}")
@@ -219,7 +198,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **layers_json(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": _ids_json(config.eos_token_ids),
+        "eos_token_id": _ids_json(config),
         "torch_dtype": dtype,
     }
     if config.architecture == "qwen2_moe":
@@ -251,5 +230,9 @@ def _query_scalar(config: ModelConfig) -> int | float:
     return round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar
 
 
-def _ids_json(ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(ids) if len(ids) > 1 else ids[0] if ids else None
+def _ids_json(config: ModelConfig) -> int | list[int] | None:
+    """Return the ids that end a text; no id is a list where a null means the default."""
+    ids = list(config.eos_token_ids)
+    if ids or "eos_token_id" in defaults_of(config.architecture).null:
+        return ids[0] if len(ids) == 1 else ids
+    return None

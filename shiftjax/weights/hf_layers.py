@@ -6,24 +6,19 @@ embeddings are `rope_parameters` (transformers 5, by kind of layer where there a
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from shiftjax.arch.config import LayerKind, ModelConfig, RopeScaling
+from shiftjax.weights.hf_defaults import ROPE, defaults_of
 from shiftjax.weights.typed_fields import Fields
 
+_PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ALL_SLIDE = ("mistral", "mixtral", "phi3")
-_MAY_SLIDE = ("qwen2", "qwen3", "qwen3_moe")  # where `use_sliding_window` says so
+_MAY_SLIDE = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # where `use_sliding_window` says so
 _PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every such layer sees everything
-# What transformers assumes where a file says nothing.
-_MISTRAL_SLIDING_WINDOW = 4096
-_LOCAL_THETA = 10_000.0
-_PARTIAL = {
-    "phi3": 1.0,
-    "glm": 0.5,
-    "glm4": 0.5,
-    "glm4_moe": 0.5,
-}  # architectures that rotate a part of a head
+_PARTIAL = ("phi3", "glm", "glm4", "glm4_moe")  # architectures that rotate a part of a head
 
 Rope = tuple[float, RopeScaling | None]
 
@@ -34,7 +29,8 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
     sliding = _local_rope(fields, architecture, full)
     window = _window(fields, architecture)
     num_layers = fields.count("num_hidden_layers")
-    has_window = _have_window(fields, architecture, num_layers) if window else [False] * num_layers
+    may_slide = _may_slide(fields, architecture, num_layers)
+    has_window = (each and window is not None for each in may_slide)
     kinds = [LayerKind(window, *sliding) if each else LayerKind(None, *full) for each in has_window]
     return {"rotary_dim": rotary_dim, **kinds_as_fields(kinds)}
 
@@ -62,23 +58,25 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         "rope_scaling": _scaling_json(full[0].rope_scaling),
     }
     architecture = config.architecture
+    if data["rope_scaling"] is None and _usual(architecture, FULL).get("rope_type") != "default":
+        data["rope_scaling"] = {"rope_type": "default"}  # a null means more
     if architecture in _PARTIAL:
         data["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
     if architecture == "gemma3_text":
-        data["rope_local_base_freq"] = sliding[0].rope_theta if sliding else _LOCAL_THETA
+        data["rope_local_base_freq"] = (
+            sliding[0].rope_theta if sliding else _local_theta(architecture)
+        )
     if architecture in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
         data["sliding_window"] = sliding[0].sliding_window if sliding else None
     if architecture in _MAY_SLIDE:
         data |= {"use_sliding_window": bool(sliding), "max_window_layers": 0}
-    if config.layer_kinds or architecture in _PATTERNS:
+    if config.layer_kinds or architecture in (*_PATTERNS, "qwen2_moe"):
         data["layer_types"] = [SLIDING if kind.sliding_window else FULL for kind in config.kinds]
     return data
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
     """Return the sliding window in tokens; None if no layer of the model has one."""
-    if architecture == "mistral" and "sliding_window" not in fields.data:
-        return _MISTRAL_SLIDING_WINDOW
     if architecture in _MAY_SLIDE and not fields.flag("use_sliding_window"):
         return None
     if architecture not in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
@@ -86,24 +84,30 @@ def _window(fields: Fields, architecture: str) -> int | None:
     return fields.count("sliding_window") if fields.has("sliding_window") else None
 
 
-def _have_window(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
-    """Return, for each layer, whether it uses sliding-window attention."""
+def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
+    """Return, for each layer, whether it uses sliding-window attention, if there is a window."""
     kinds = fields.data.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, SLIDING}:
             fields.problem(f"layer_types must be a list of {FULL} and {SLIDING}, found {kinds!r}")
-        elif len(kinds) != num_layers:
+        elif len(kinds) != num_layers and not fields.problems:
             fields.problem(f"layer_types must have {num_layers} entries, found {len(kinds)}")
+        elif architecture == "qwen3_moe" and len(set(kinds)) > 1:
+            fields.problem(f"layer_types must be alike in all layers of {architecture}")
         else:
             return [kind == SLIDING for kind in kinds]
         return [False] * num_layers
     if architecture in _PATTERNS:
-        name = "sliding_window_pattern"
+        name, every = "sliding_window_pattern", _PATTERNS[architecture]
         name = name if fields.has(name) else f"_{name}"  # as transformers 4.52 and later write it
-        every = fields.count(name, _PATTERNS[architecture])
+        every = fields.count(name, every) if architecture == "gemma3_text" else every
         return [(i + 1) % every != 0 for i in range(num_layers)]
-    first = fields.count("max_window_layers", 28, minimum=0) if architecture in _MAY_SLIDE else 0
-    return [i >= first for i in range(num_layers)]
+    if architecture not in _MAY_SLIDE or architecture == "qwen3_moe":
+        return [True] * num_layers  # Qwen3-MoE's `max_window_layers` means nothing
+    last = fields.count("max_window_layers", minimum=0)
+    if architecture == "qwen2_moe":
+        return [i < last and i % 2 == 0 for i in range(num_layers)]
+    return [i >= last for i in range(num_layers)]
 
 
 def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int | None]:
@@ -111,9 +115,11 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int |
     parameters = _parameters(fields, FULL)
     if parameters is None:
         return (1.0, None), None
-    inner = _inner(fields, parameters)
+    usual = _usual(architecture, FULL)
+    stretched = {name: usual[name] for name in usual if name not in _PLAIN}
+    inner = _inner(fields, parameters or stretched)
     owner = inner if inner.has("rope_theta") else fields
-    theta = owner.positive("rope_theta", 10_000.0)
+    theta = owner.positive("rope_theta", usual["rope_theta"])
     rotary_dim = _rotary_dim(fields, inner, architecture, head_dim)
     return (theta, _scaling(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
 
@@ -122,20 +128,31 @@ def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
     """Return that of layers with a window: Gemma 3's have one of their own."""
     if architecture != "gemma3_text":
         return full
-    own = (fields.data.get("rope_parameters") or {}).get(SLIDING) or {}
+    own = (fields.data.get(ROPE) or {}).get(SLIDING) or {}
     inner = _inner(fields, own)
     if own.get("rope_type", "default") != "default":
         inner.problem(f"rope_type of {SLIDING} must be default, found {own['rope_type']!r}")
     if inner.has("rope_theta"):
         return inner.positive("rope_theta"), None
-    return fields.positive("rope_local_base_freq", _LOCAL_THETA), None
+    return fields.positive("rope_local_base_freq", _local_theta(architecture)), None
+
+
+def _usual(architecture: str, kind: str) -> Mapping[str, Any]:
+    """Return the rotary parameters of a file without any, for layers of a kind."""
+    rope = defaults_of(architecture).rope
+    return rope.get(kind, rope)
+
+
+def _local_theta(architecture: str) -> float:
+    return _usual(architecture, SLIDING)["rope_theta"]
 
 
 def _parameters(fields: Fields, kind: str) -> dict[str, Any] | None:
     """Return the parameters of a kind of layers; None, and a problem, where they are none."""
-    parameters = fields.data.get("rope_parameters") or fields.data.get("rope_scaling") or {}
+    parameters, older = fields.data.get(ROPE) or {}, fields.data.get("rope_scaling") or {}
     if isinstance(parameters, dict) and kind in parameters:
         parameters = parameters[kind] or {}
+    parameters = older or parameters  # transformers, too, prefers the older field
     if isinstance(parameters, dict):
         return parameters
     fields.problem(f"rope_scaling must be an object, found {parameters!r}")
@@ -152,7 +169,7 @@ def _inner(fields: Fields, parameters: dict[str, Any]) -> Fields:
 def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int) -> int | None:
     name = "partial_rotary_factor"
     owner = inner if inner.has(name) else fields
-    part = owner.positive(name, _PARTIAL.get(architecture, 1.0))
+    part = owner.positive(name, _usual(architecture, FULL).get(name, 1.0))
     if part != 1 and (architecture not in _PARTIAL or part > 1):
         owner.problem(f"{name} must be 1, found {part}")
     rotary_dim = int(head_dim * part)
@@ -172,7 +189,7 @@ def _scaling(
     if kind == "linear":
         return RopeScaling("linear", inner.positive("factor"))
     if kind == "llama3":
-        return _llama3(inner)
+        return _llama3(fields, inner)
     if kind == "yarn":
         return _yarn(fields, inner)
     if kind == "longrope":
@@ -184,12 +201,11 @@ def _scaling(
     return None
 
 
-def _llama3(fields: Fields) -> RopeScaling:
-    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
-    if high <= low and not fields.problems:
-        fields.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    original = fields.count("original_max_position_embeddings")
-    return RopeScaling("llama3", fields.positive("factor"), low, high, original)
+def _llama3(fields: Fields, inner: Fields) -> RopeScaling:
+    low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
+    if high <= low and not inner.problems:
+        inner.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    return RopeScaling("llama3", inner.positive("factor"), low, high, _original(fields, inner))
 
 
 def _original(fields: Fields, inner: Fields) -> int:

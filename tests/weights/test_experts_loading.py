@@ -55,9 +55,27 @@ def test_groups_that_leave_too_few_experts_are_refused(changes, message):
         parse_config(data, "glm", "f")
 
 
-def test_windows_of_qwen2_moe_are_refused():
-    data = to_json(PRESETS["tiny-qwen2-moe"], "float32") | {"use_sliding_window": True}
-    with pytest.raises(CheckpointError, match="use_sliding_window must be false"):
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("tiny-qwen2-moe", [8, None, 8, None, None, None]),  # every other one below the limit
+        ("tiny-qwen3-moe", [8] * 6),  # which has no such limit
+    ],
+)
+def test_windows_are_those_of_transformers(name, windows):
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}
+    data = to_json(PRESETS[name], "float32") | window | {"num_hidden_layers": 6}
+    config = parse_config(
+        {key: value for key, value in data.items() if key != "layer_types"}, name, "f"
+    )
+    assert [kind.sliding_window for kind in config.kinds] == windows
+    assert parse_config(to_json(config, "float32"), name, "f") == config
+
+
+def test_layers_of_qwen3_moe_that_would_differ_are_refused():
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
+    data = to_json(PRESETS["tiny-qwen3-moe"], "float32") | kinds
+    with pytest.raises(CheckpointError, match="layer_types must be alike in all layers of qwen3"):
         parse_config(data, "qwen", "f")
 
 

@@ -113,6 +113,11 @@ def test_the_context_that_a_model_was_trained_with_stands_in_either_place():
     assert old.rope_scaling.attention_factor == pytest.approx(math.sqrt(1 + 2 / 12))
 
 
+def test_gemma_3_computes_without_a_soft_cap_of_scores():
+    capped = load("gemma-3-1b", attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+    assert (capped.attention_soft_cap, capped.logit_soft_cap) == (None, 30.0)
+
+
 def test_mscale_of_yarn():
     scaling = YARN | {"mscale": 0.5, "mscale_all_dim": 1.0}
     found = load("llama", rope_parameters=..., rope_scaling=scaling).rope_scaling
@@ -191,7 +196,7 @@ REFUSED = [
     ),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a number"),
     ("llama", {"rope_parameters": ..., "rope_theta": float("nan")}, "rope_theta must be a number"),
-    ("llama", {"hidden_size": ...}, "hidden_size is missing, expected a whole number"),
+    ("llama", {"hidden_size": None}, "hidden_size is missing, expected a whole number"),
     (
         "llama",
         {"vocab_size": "128"},
@@ -206,7 +211,7 @@ REFUSED = [
     ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false"),
     ("llama", {"eos_token_id": [1, -2]}, "eos_token_id must be a token id or a list"),
     ("llama", {"bos_token_id": [1, 2]}, "bos_token_id must be one token id"),
-    ("qwen2", {"num_key_value_heads": ...}, "num_key_value_heads is missing"),
+    ("qwen2", {"num_key_value_heads": ...}, "num_attention_heads 4 is no multiple of 32 KV"),
     ("qwen2_mixed_windows", {"layer_types": ["full_attention"]}, "must have 2 entries, found 1"),
     ("qwen2_windows", {"layer_types": ["linear_attention"] * 2}, "layer_types must be a list of"),
 ]
@@ -239,6 +244,13 @@ def test_end_of_text_from_both_files(tmp_path):
     assert read_config(tmp_path).eos_token_ids == (2, 5, 7)
     edit_json(tmp_path / "config.json", eos_token_id=None)
     assert read_config(tmp_path).eos_token_ids == (5, 2, 7)
+    data = read_json(tmp_path / "config.json")
+    del data["eos_token_id"]  # its default is 2, which need not end texts of this model
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert read_config(tmp_path).eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read_config(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
     with pytest.raises(CheckpointError, match=r"generation_config.json: eos_token_id must be"):
         read_config(tmp_path)
