@@ -68,7 +68,7 @@ class Generate:
         self, generation: Generation, send: Send, drop: Callable[[], None] | None
     ) -> None:
         """Headers are sent with the first news, so that what fails before has its own status."""
-        with WriteLimit() as limit:
+        with WriteLimit(lambda: self._service.others_wait_for(generation)) as limit:
             headers = warning_headers(generation.wish.unknown)
             out = _EventStream(send, limit, self._dialect, headers, drop)
             await self._write_events(generation, out)

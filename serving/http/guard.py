@@ -14,7 +14,8 @@ from serving.http.dialects import DIALECTS, error_body
 from serving.http.page import FILES
 from serving.http.turns import Turns
 from serving.server.errors import ServeError, internal_error
-from serving.server.headers import check_request_id, digests, has_key, request_id_for, trace_id
+from serving.server.headers import check_request_id, digests, key_in, request_id_for, trace_id
+from serving.server.quotas import CALLER, Caller, holder_of
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Guard:
             raise
 
     def _check(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
-        """Raise `ServeError` for what must not come through."""
+        """Raise `ServeError` for what must not come through; note who sends the rest."""
         size = sum(len(name) + len(value) for name, value in scope["headers"])
         if len(scope["headers"]) > MAX_HEADERS or size > MAX_HEADER_BYTES:
             raise ServeError("headers", "The headers of the request are too large.")
@@ -108,11 +109,12 @@ class Guard:
         host = _HOST.fullmatch(hosts[0].decode("latin-1")) if len(hosts) == 1 else None
         if host is None or (self._hosts is not None and host[1].lower() not in self._hosts):
             raise ServeError("invalid", "The Host header does not name this server.", param="host")
-        if not self._keys or scope["path"] in PUBLIC:
-            return
         # Anthropic's clients have a header of their own.
         bearer = headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")
-        if not any([has_key(each, self._keys) for each in bearer]):
+        found = [key_in(each, self._keys) for each in bearer] if self._keys else []
+        client = scope.get("client") or (None, 0)
+        CALLER.set(Caller(next(filter(None, found), None), holder_of(client[0])))
+        if self._keys and scope["path"] not in PUBLIC and not any(found):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
 
 

@@ -23,6 +23,7 @@ MAX_HEAD_BYTES = 64 << 10  # of target and headers; the guard refuses less, with
 MAX_CONNECTIONS = 4096
 SPARE_DESCRIPTORS = 32  # that connections leave to everything else
 BYTES_PER_BODY_BYTE = 9  # of a body in chunks of one byte: b"0001\r\n", the byte, b"\r\n"
+UNSENT_BYTES = 128 << 10  # that the system keeps for a connection; more shows that nobody reads
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVE_PROBES = 20, 5, 3
 
 
@@ -167,6 +168,7 @@ def tune(listener: socket.socket, unread_seconds: float) -> None:
         ("TCP_KEEPINTVL", min(seconds, KEEPALIVE_INTERVAL_SECONDS)),
         ("TCP_KEEPCNT", KEEPALIVE_PROBES),
         ("TCP_USER_TIMEOUT", max(1, int(1000 * unread_seconds))),
+        ("TCP_NOTSENT_LOWAT", UNSENT_BYTES),
     ):
         if hasattr(socket, name):  # not on every system
             options.append((socket.IPPROTO_TCP, getattr(socket, name), value))

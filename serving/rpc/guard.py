@@ -17,10 +17,11 @@ from serving.server.headers import (
     REQUEST_ID,
     check_request_id,
     digests,
-    has_key,
+    key_in,
     request_id_for,
     trace_id,
 )
+from serving.server.quotas import CALLER, Caller, holder_of_peer
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,9 @@ class KeyInterceptor(aio.ServerInterceptor):
         details = handler_call_details
         is_generation = details.method.rpartition("/")[2] in GENERATIONS
         count = self._on_refusal if is_generation else lambda _: None
-        if not self._keys or details.method.startswith(self._public) or self._is_known(details):
+        key = self._key_of(details) if self._keys else None
+        CALLER.set(Caller(key))  # in the task that goes on to serve the call
+        if not self._keys or details.method.startswith(self._public) or key is not None:
             return _with_tolerance(await continuation(details), self._max_bytes, count)
         error = ServeError("unauthenticated", "A valid key is needed: authorization: Bearer.")
         count(error)
@@ -71,9 +74,9 @@ class KeyInterceptor(aio.ServerInterceptor):
 
         return grpc.unary_unary_rpc_method_handler(refuse)
 
-    def _is_known(self, details: Any) -> bool:
+    def _key_of(self, details: Any) -> bytes | None:
         metadata = dict(details.invocation_metadata or ())
-        return has_key(str(metadata.get("authorization", "")).encode(), self._keys)
+        return key_in(str(metadata.get("authorization", "")).encode(), self._keys)
 
 
 def _with_tolerance(handler: Any, max_bytes: int, count: Callable[[ServeError], None]) -> Any:
@@ -108,6 +111,7 @@ def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
         given, trace = str(metadata.get(REQUEST_ID, "")), str(metadata.get("traceparent", ""))
         name, trace = request_id_for(given), trace_id(trace)
         context.set_trailing_metadata(((REQUEST_ID, name),))
+        CALLER.set(CALLER.get()._replace(address=holder_of_peer(context.peer())))
         try:
             check_request_id(given, name)
             if isinstance(request, BadMessage):

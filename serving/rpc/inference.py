@@ -33,8 +33,10 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     @method
     async def Generate(self, request: pb.GenerateRequest, context: aio.ServicerContext) -> None:
         """Stream what comes. A client that does not read in time is dropped."""
-        limit = WriteLimit()
-        with await self._start(request, context, stream=True) as generation, limit:
+        with (
+            await self._start(request, context, stream=True) as generation,
+            WriteLimit(lambda: self._service.others_wait_for(generation)) as limit,
+        ):
             (handle,) = generation.handles
             accepted = pb.Accepted(
                 request_id=generation.id,

@@ -35,6 +35,7 @@ KINDS: Mapping[str, Kind] = types.MappingProxyType(
         "media_type": Kind(415, _INVALID, "INVALID_ARGUMENT", "unsupported_media_type"),
         "constraint": Kind(422, _INVALID, "FAILED_PRECONDITION", "constraint_failed"),
         "queue_full": Kind(429, "rate_limit_error", "RESOURCE_EXHAUSTED", "queue_full", 1),
+        "quota": Kind(429, "rate_limit_error", "RESOURCE_EXHAUSTED", "quota_exceeded", 1),
         "headers": Kind(431, _INVALID, "RESOURCE_EXHAUSTED", "headers_too_large"),
         "cancelled": Kind(499, "cancelled_error", "CANCELLED", "cancelled"),
         "slow_reader": Kind(499, "timeout_error", "CANCELLED", "slow_reader"),

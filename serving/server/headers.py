@@ -20,10 +20,15 @@ def digests(keys: Collection[str]) -> tuple[bytes, ...]:
 
 def has_key(authorization: bytes, known: Collection[bytes]) -> bool:
     """Whether a header is `Bearer KEY` with a key among these digests."""
+    return key_in(authorization, known) is not None
+
+
+def key_in(authorization: bytes, known: Collection[bytes]) -> bytes | None:
+    """The digest of the key in a header `Bearer KEY`; None: it is none of these."""
     scheme, _, key = authorization.partition(b" ")
     given = hashlib.sha256(key.strip()).digest()
     same = [hmac.compare_digest(given, each) for each in known]  # all, always: no hint by time
-    return scheme.lower() == b"bearer" and any(same)
+    return given if scheme.lower() == b"bearer" and any(same) else None
 
 
 def request_id_for(given: str) -> str:

@@ -47,6 +47,16 @@ class ServerOptions:
         256, "sequences that may wait; more are refused with 429", low=1, high=1 << 20
     )
     max_num_queued_tokens: int = option(1 << 20, "prompt tokens that may wait", low=1, high=1 << 40)
+    max_seqs_per_key: int | None = option(
+        None,
+        "sequences that one API key may have open, waiting ones included; more are refused with "
+        "429; default: no limit",
+        low=1,
+        high=1 << 20,
+    )
+    max_seqs_per_address: int | None = option(
+        None, "the same of one client's address; a proxy is one client", low=1, high=1 << 20
+    )
     max_request_bytes: int = option(
         8 * MEBIBYTE, "largest body of a request", low=1024, high=64 * MEBIBYTE
     )
@@ -120,7 +130,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
         (
             *("max_logprobs", "stream_interval", "tool_parser", "reasoning_parser"),
             *("chat_template", "kv_events", "kv_events_endpoint", "kv_events_topic"),
-            "kv_events_replay",
+            *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
         ),
         "generate",
     )
@@ -155,6 +165,8 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append("admin_port and admin_token_file go together: give both or neither")
     if options.port == options.grpc_port != 0 and options.grpc:
         problems.append(f"port and grpc_port are both {options.port}: HTTP and gRPC need their own")
+    if options.max_seqs_per_key and not (options.api_key or options.api_key_file):
+        problems.append("max_seqs_per_key needs api_key or api_key_file: nobody has a key")
     if options.served_model_name is not None and not options.served_model_name.strip(" ,"):
         problems.append("served_model_name holds no name")
     if not all(map(_ORIGIN.fullmatch, names_of(options.allowed_origins))):

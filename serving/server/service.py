@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts, template_variables
+from serving.server.quotas import CALLER, Quotas
 from serving.server.schema import Wish, prompts_of, with_server_defaults
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
@@ -77,6 +79,7 @@ class Generation:
     handles: list[RequestHandle]
     parser: Callable[[], Parser] = PlainParser  # makes one for each continuation
     created: int = field(default_factory=lambda: int(time.time()))
+    lent: ExitStack = field(default_factory=ExitStack)  # what is given back when it is closed
 
     def cancel(self) -> None:
         """Cancel every handle of the generation: the client has disconnected."""
@@ -87,8 +90,14 @@ class Generation:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self.handles:
-            handle.close()
+        with self.lent:
+            for handle in self.handles:
+                handle.close()
+
+    @property
+    def holds_sequences(self) -> bool:
+        """Whether the engine has work to do for it."""
+        return not all(handle.is_ended for handle in self.handles)
 
 
 class Service:
@@ -100,6 +109,7 @@ class Service:
         self.metrics = Metrics(options.metrics_prefix, self.phases)
         self._embedding_metrics = EmbeddingMetrics(self.metrics)
         self.timeline = Timeline()
+        self._quotas = Quotas(options)
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
         self.listeners: list[Callable[[bool], None]] = []
@@ -242,10 +252,19 @@ class Service:
         try:
             model, engine = self.generating()
             wish = with_server_defaults(read_fields(values), model.defaults)
-            return await self._submit(engine, wish, request_id, timeout, seed)
+            with ExitStack() as lent:
+                lent.enter_context(self._quotas.lent(CALLER.get(), _num_sequences(wish)))
+                generation = await self._submit(engine, wish, request_id, timeout, seed)
+                generation.lent = lent.pop_all()
+            return generation
         except ServeError as error:
             self.refuse(error)
             raise
+
+    def others_wait_for(self, generation: Generation) -> bool:
+        """Whether others wait while it holds sequences."""
+        assert self.engine is not None
+        return self.engine.stats.num_waiting > 0 and generation.holds_sequences
 
     def refuse(self, error: ServeError) -> None:
         """Count a generation that was refused, by this service or by a front end before it."""
@@ -267,9 +286,8 @@ class Service:
         if timeout is not None and timeout <= 0:
             raise ServeError("deadline", "The deadline had passed when the request came.")
         check_server_limits(wish, self.options)
-        is_chat = isinstance(fields, ChatFields)
-        num_prompts = 1 if is_chat else len(prompts_of(fields))
-        engine.check_room(num_prompts * wish.sampling.n)
+        num_prompts = _num_prompts(wish)
+        engine.check_room(_num_sequences(wish))
         prompts = await self.prompts.of(wish)
         states = await self._constrain(wish, prompts)
         prediction = await self._predict(wish)
@@ -372,6 +390,14 @@ class Service:
             if not 0 <= token < limits.vocab_size:
                 raise invalid("tokens", f"must be in the vocabulary of {limits.vocab_size}")
         return tokenizer.decode(fields.tokens, skip_special_tokens=False)
+
+
+def _num_prompts(wish: Wish) -> int:
+    return 1 if isinstance(wish.fields, ChatFields) else len(prompts_of(wish.fields))
+
+
+def _num_sequences(wish: Wish) -> int:
+    return _num_prompts(wish) * wish.sampling.n
 
 
 def _seeded(sampling: SamplingParams, seed: int | None, index: int) -> SamplingParams:

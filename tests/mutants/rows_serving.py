@@ -115,8 +115,18 @@ SCHEMA_ROWS = (
     ),
     Mutant(
         "a full queue is another error", "schema", "serving/server/errors.py",
-        'Kind(429, "rate_limit_error"', 'Kind(503, "rate_limit_error"',
+        '"queue_full": Kind(429,', '"queue_full": Kind(503,',
         (TEST_ERRORS,), "clients do not slow down",
+    ),
+    Mutant(
+        "a quota is never given back", "schema", "serving/server/quotas.py",
+        "self._open[name] -= num", "pass",
+        ("tests/serving/server/test_quotas.py",), "a client is locked out after a while",
+    ),
+    Mutant(
+        "a stalled stream keeps its place under load", "schema", "serving/server/write_limit.py",
+        "if is_busy or seconds", "if seconds",
+        ("tests/serving/hazards/test_slow_readers.py",), "all others wait for who does not read",
     ),
     Mutant(
         "a duplicate has another code", "schema", "serving/server/errors.py",

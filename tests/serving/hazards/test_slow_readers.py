@@ -3,10 +3,12 @@
 import asyncio
 import json
 import socket
+import time
+from dataclasses import replace
 
 import grpc
 import pytest
-from kit import CHAT, COMPLETION, USER, Running, read_all, running_server
+from kit import CHAT, COMPLETION, USER, Running, make_engine, read_all, running_server
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
@@ -77,6 +79,41 @@ def test_a_reader_who_never_comes_is_bounded(monkeypatch):
 
         assert server.on_loop(run()) == "slow_reader"  # or a TimeoutError
         server.assert_quiescent()
+
+
+LATE = {"messages": USER, "max_tokens": 220, "n": 8, "stream": True, "ignore_eos": True}
+LATE |= {"logprobs": True, "top_logprobs": 20}  # some 5 MB
+
+
+def test_a_stalled_stream_gives_its_place_to_those_who_wait(monkeypatch):
+    """Long before anybody else is dropped; and not while nobody waits."""
+    monkeypatch.setattr(write_limit, "WRITE_SECONDS", 60.0)
+    monkeypatch.setattr(write_limit, "BUSY_SECONDS", 0.2)
+    engine = make_engine(max_num_seqs=8)
+    with running_server(engine, grpc=False) as server, socket.socket() as connection:
+        server.runner.step_seconds = 0.02  # nearly 5 s for all of it
+        send_and_never_read(server, connection, CHAT, LATE)
+        handles = server.engine.handles
+        server.wait_until(lambda: any(each.num_output_tokens > 8 * 60 for each in handles.values()))
+        assert server.engine.counts.cancelled == 0
+        with server.client() as client:
+            answer = client.post(COMPLETION, json={"prompt": "x", "max_tokens": 1})
+        assert answer.status_code == 200
+        assert server.engine.counts.cancelled == 1
+        server.assert_quiescent()
+
+
+def test_an_ended_stream_has_no_place_to_give(monkeypatch):
+    monkeypatch.setattr(write_limit, "WRITE_SECONDS", 60.0)
+    monkeypatch.setattr(write_limit, "BUSY_SECONDS", 0.1)
+    with running_server(grpc=False) as server, socket.socket() as connection:
+        send_and_never_read(server, connection, CHAT, LATE)
+        server.wait_until(lambda: server.engine.counts.finished == 1)
+        server.engine.stats = replace(server.engine.stats, num_waiting=1)
+        time.sleep(0.5)
+        assert len(server.engine.handles) == 1  # it is still being written
+        connection.close()
+        server.wait_until(lambda: not server.engine.handles)
 
 
 def test_a_big_answer_that_nobody_reads_is_dropped(monkeypatch):

@@ -48,6 +48,7 @@ def test_words_of_the_engine_change_neither_field_nor_code(
         ("duplicate", 409, "duplicate_request_id"),
         ("too_large", 413, "request_too_large"),
         ("queue_full", 429, "queue_full"),
+        ("quota", 429, "quota_exceeded"),
         ("internal", 500, "internal_error"),
         ("device_memory", 503, "device_oom"),
         ("draining", 503, "server_draining"),
