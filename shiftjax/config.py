@@ -90,6 +90,10 @@ class ModelOptions:
     """Which model, and in what number format."""
 
     model: str = option("smollm2-135m", "directory, GGUF file, Orbax checkpoint, hub id or alias")
+    revision: str | None = option(None, "branch, tag or commit of a hub id; default: the newest")
+    download_dir: str | None = option(
+        None, "folder in which hub models are kept; default: that of HF_HOME"
+    )
     tokenizer: str | None = option(None, "tokenizer file or directory; default: the model's own")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "number format of weights and activations; auto: what suits the backend"

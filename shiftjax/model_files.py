@@ -15,7 +15,7 @@ from shiftjax.text.generation_config import sampling_defaults
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import Progress, verify_checksums
 from shiftjax.weights.encoder_config import read_pooling
-from shiftjax.weights.locate import ModelLocation, open_source, resolve_model
+from shiftjax.weights.locate import Hub, ModelLocation, open_source, resolve_model
 from shiftjax.weights.source import TensorSource, check_complete
 
 
@@ -44,7 +44,8 @@ def open_files(config: EngineConfig, task: Task | None = None) -> ModelFiles:
         CheckpointError, TokenizerError: the model cannot be found or read.
     """
     cache_dir = compile_cache_dir(config)
-    location = resolve_model(config.model.model)
+    hub = Hub(config.model.revision, config.model.download_dir)
+    location = resolve_model(config.model.model, hub)
     chosen = config.model.generation_config, config.model.override_generation_config
     defaults = sampling_defaults(*chosen, location.directory)
     source = open_source(location, seed=config.model.seed, drafts=config.drafts)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from serving.run.model_config import model_of
+from serving.run.model_config import hub_of, model_of
 from serving.run.start import chat_template
 from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.service import ServedModel
@@ -44,7 +44,7 @@ def open_simulated(
         phases("open", 0, 1)
     if options.profile_dir is not None:
         raise ConfigError(["profile_dir: simulated devices have nothing to profile; drop it"])
-    model = find_model(model_of(config.model.model.removeprefix("random:")))
+    model = find_model(model_of(config.model.model.removeprefix("random:"), hub_of(config)))
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         if model.vocab_size <= END:

@@ -3,6 +3,7 @@
 import difflib
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,11 +30,13 @@ _ALIASES = {
 }
 _RANDOM = "random:"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_CONFIG_FILES = ("config.json", "hf_quant_config.json", "generation_config.json")
 _HUB_FILES = ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja")
 _HUB_ERRORS = {  # of huggingface_hub, the closest class first; and what to do
     "GatedRepoError": "it wants a login that was given access (`hf auth login`)",
     "RepositoryNotFoundError": "it has no such model, or a private one (`hf auth login`)",
     "LocalEntryNotFoundError": "it cannot be reached, and nothing of it was downloaded before",
+    "RevisionNotFoundError": "it has no such revision of it",
     "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set, and nothing of it was downloaded before",
     "HfHubHTTPError": "it answered with an error",
 }
@@ -42,6 +45,16 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 class ModelNotFoundError(CheckpointError):
     """A model name that leads nowhere; the message is one sentence that says what would."""
+
+
+class Hub(NamedTuple):
+    """Which files of a hub model, and where they are kept; None: the newest, in HF_HOME."""
+
+    revision: str | None = None  # branch, tag or commit
+    folder: str | None = None
+
+
+NEWEST = Hub()
 
 
 class ModelLocation(NamedTuple):
@@ -57,14 +70,27 @@ class ModelLocation(NamedTuple):
         return self.path if self.path is not None and self.path.is_dir() else None
 
 
-def resolve_model(name: str) -> ModelLocation:
+def resolve_model(name: str, hub: Hub = NEWEST) -> ModelLocation:
     """Find a model by path, alias, hub id, or `random:` and an architecture or directory.
 
     A Hugging Face directory, a GGUF file, or a directory written by `shiftjax convert`. Only a
     hub id can cause network traffic. Raises ModelNotFoundError, or CheckpointError for a path
-    that is there and no model.
+    that is there and no model, and for a revision of what is no hub id.
     """
-    return find_model(name) or ModelLocation("huggingface", name, _download(name))
+    found = find_model(name)
+    if found is not None and hub.revision is not None:
+        raise CheckpointError(f"revision = {hub.revision} is of hub ids, {name} is here: drop it")
+    return found or ModelLocation("huggingface", name, _download(name, hub, _HUB_FILES))
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form organisation/name, and is no path of this machine."""
+    return _HUB_ID.fullmatch(name) is not None and not os.path.exists(name)
+
+
+def hub_config(name: str, hub: Hub = NEWEST) -> Path:
+    """The directory of a hub model's configuration, without weights. Raises ModelNotFoundError."""
+    return _download(name, hub, _CONFIG_FILES)
 
 
 def find_model(name: str) -> ModelLocation | None:
@@ -197,8 +223,8 @@ def _resolve_alias(name: str) -> ModelLocation:
     )
 
 
-def _download(name: str) -> Path:
-    """Fetch a hub model into huggingface_hub's cache, or find it there."""
+def _download(name: str, hub: Hub, files: Sequence[str]) -> Path:
+    """Fetch files of a hub model into huggingface_hub's cache, or find them there."""
     if find_spec("huggingface_hub") is None:
         raise ModelNotFoundError(
             f"{name} is no path or alias, and hub models need `pip install huggingface_hub`"
@@ -206,7 +232,9 @@ def _download(name: str) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        options = {"revision": hub.revision, "cache_dir": hub.folder}
+        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), **options)
+        return Path(found)
     except Exception as error:  # its HTTP library's errors have no common base
         kinds = (kind.__name__ for kind in type(error).__mro__)
         why = next((_HUB_ERRORS[kind] for kind in kinds if kind in _HUB_ERRORS), None)
