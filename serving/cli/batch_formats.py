@@ -134,7 +134,7 @@ def _openai_answer(service: Service, line: Line, generation: Generation) -> Reco
     model, _ = service.running()
     response = {"status_code": 200, "body": Writer(generation, model.tokenizer).response()}
     record = _openai_head(line) | {"response": response, "error": None}
-    ignored = (*line.unknown, *generation.wish.unknown)
+    ignored = (*line.unknown, *generation.wish.ignored)
     return record | ({"ignored_fields": ignored} if ignored else {})
 
 

@@ -168,7 +168,7 @@ class Endpoints:
             wish, num_tokens = await self._service.count(read, values)
         except ServeError as error:
             raise renamed(error, names) from None
-        return num_tokens, wish.unknown
+        return num_tokens, wish.ignored
 
     async def live(self, request: Request) -> Response:
         """GET /health/live: the process and its event loop run."""

@@ -62,14 +62,14 @@ class Generate:
         for handle in generation.handles:
             await handle.result()
         response = await self._service.write(lambda each: self._writer(each).encoded(), generation)
-        await send_json(send, response, headers=warning_headers(generation.wish.unknown))
+        await send_json(send, response, headers=warning_headers(generation.wish.ignored))
 
     async def _stream(
         self, generation: Generation, send: Send, drop: Callable[[], None] | None
     ) -> None:
         """Headers are sent with the first news, so that what fails before has its own status."""
         with WriteLimit(lambda: self._service.others_wait_for(generation)) as limit:
-            headers = warning_headers(generation.wish.unknown)
+            headers = warning_headers(generation.wish.ignored)
             out = _EventStream(send, limit, self._dialect, headers, drop)
             await self._write_events(generation, out)
 

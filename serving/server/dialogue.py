@@ -1,9 +1,11 @@
 """What conversations need beside a chat template: tools, and marks in what is said. No JAX."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from serving.server.effort import effort_variables
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, Function
 from serving.server.grammar_source import GrammarSource
@@ -34,13 +36,25 @@ class Dialogue:
         self, tokenizer: Tokenizer | None, template: ChatTemplate | None, options: ServerOptions
     ):
         source = template.source if template is not None else None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source = tokenizer, source
         self._tools = tool_format(options.tool_parser, source)
         self._reasoning = reasoning_format(options.reasoning_parser, source)
         marks = visible_marks(self._tools, self._reasoning)
         special = tokenizer.special_ids if tokenizer is not None else frozenset()
         ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks} if tokenizer else {}
         self._special = {mark: i for mark, i in ids.items() if i is not None and i in special}
+
+    def effort(self, fields: ChatFields) -> Mapping[str, Json]:
+        """Variables of the template that say how much to think."""
+        return effort_variables(fields.reasoning_effort, self._source)
+
+    def noted(self, wish: Wish) -> Wish:
+        """The wish; an effort that the template has no place for is one of its hints."""
+        fields = wish.fields
+        if not isinstance(fields, ChatFields) or fields.reasoning_effort is None:
+            return wish
+        is_used = self.effort(fields)
+        return wish if is_used else replace(wish, hints=(*wish.hints, wish.effort_name))
 
     def conversation(
         self, messages: Sequence[dict[str, Json]], functions: Sequence[Function]

@@ -162,6 +162,7 @@ class ChatFields(GenerationFields, kw_only=True):
     add_special_tokens: bool | None = None
     documents: list[dict[str, Json]] | None = None
     echo: bool | None = None
+    reasoning_effort: str | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
 
@@ -187,18 +188,6 @@ class DetokenizeFields(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-# Fields that are objects of their own.
-NESTED: Mapping[str, type[msgspec.Struct]] = {
-    "stream_options": StreamOptions,
-    "response_format": ResponseFormat,
-    "json_schema": JsonSchema,
-    "structured_outputs": StructuredOutputs,
-    "prediction": Prediction,
-    "tools": Tool,
-    "tool_choice": ToolChoice,
-    "function": Function,
-}
-
 # Fields that others have and this server has not, with the values that ask for nothing.
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
@@ -208,14 +197,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "audio": (),
     "modalities": (["text"],),
-    "moderation": (),
-    "prompt_cache_options": (),
-    "prompt_cache_retention": ("in-memory", "in_memory"),
-    "reasoning_effort": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "stream_options.include_obfuscation": (False,),
-    "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
     "use_beam_search": (False,),
@@ -286,6 +267,7 @@ FOREIGN: Mapping[type, Mapping[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "documents": ([],),
+        "reasoning_effort": (),
         "tools": ([],),
         "tool_choice": ("none", "auto"),
     },

@@ -4,12 +4,16 @@ Types are checked by msgspec, without coercion. Raises `ServeError` that names t
 """
 
 import re
+import typing
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
 
 from serving.server.errors import ServeError, invalid
-from serving.server.fields import FOREIGN, NESTED, UNSUPPORTED
+from serving.server.fields import FOREIGN, UNSUPPORTED
+from serving.server.hints import is_same
 
 # What JSON may hold, whatever it means: decoding this much takes some ten milliseconds.
 MAX_VALUES = 1 << 20  # separated by commas, as token ids are
@@ -64,27 +68,51 @@ def unknown_names(kind: type[msgspec.Struct], values: Any) -> tuple[str, ...]:
         raise ServeError("invalid", "The body must be a JSON object.", code="invalid_json")
     for name, harmless in FOREIGN.get(kind, {}).items():
         _check_harmless(name, values.get(name), harmless, "is not a field of this endpoint")
-    return tuple(sorted(_unknown_in(kind, values, "")))
+    return tuple(sorted({*_unknown_in(kind, values, "")}))
 
 
 def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) -> list[str]:
     unknown: list[str] = []
+    nested = _structs_of(kind)
     for name, value in values.items():
         path = place + name
         if path in UNSUPPORTED and name not in kind.__struct_fields__:
             _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
         elif name not in kind.__struct_fields__:
-            unknown += [path] * (name not in FOREIGN.get(kind, {}))
-        elif name in NESTED:
+            is_known = name == kind.__struct_config__.tag_field or name in FOREIGN.get(kind, {})
+            unknown += [path] * (not is_known)
+        elif nested[name]:
             for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, dict):
-                    unknown += _unknown_in(NESTED[name], each, f"{path}.")
+                if isinstance(each, dict) and (inner := _kind_of(each, nested[name])):
+                    unknown += _unknown_in(inner, each, f"{path}.")
     return unknown
 
 
+@cache
+def _structs_of(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
+    """The kinds of objects that each field may hold, itself or in a list."""
+    return {each.name: tuple(_structs_in(each.type)) for each in msgspec.structs.fields(kind)}
+
+
+def _structs_in(type_: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(type_, type) and issubclass(type_, msgspec.Struct):
+        yield type_
+    for each in typing.get_args(type_):
+        yield from _structs_in(each)
+
+
+def _kind_of(
+    value: dict[str, Any], kinds: tuple[type[msgspec.Struct], ...]
+) -> type[msgspec.Struct] | None:
+    """The kind of an object; of several the one with its tag. None: there is no such kind."""
+    if len(kinds) == 1:
+        return kinds[0]
+    configs = ((kind, kind.__struct_config__) for kind in kinds)
+    return next((kind for kind, it in configs if value.get(it.tag_field or "") == it.tag), None)
+
+
 def _check_harmless(name: str, value: Any, harmless: tuple[Any, ...], words: str) -> None:
-    same = (each for each in harmless if isinstance(each, bool) == isinstance(value, bool))
-    if value is not None and value not in same:
+    if value is not None and not is_same(value, harmless):
         raise invalid(name, words, "unsupported_parameter")
 
 

@@ -34,7 +34,8 @@ class Prompts:
         most = self._most_tokens(wish)
         if isinstance(fields, ChatFields):
             functions = wish.tools.functions if wish.tools else ()
-            ids = await self.of_chat(fields.messages, functions, template_variables(fields))
+            variables = {**self.dialogue.effort(fields), **template_variables(fields)}
+            ids = await self.of_chat(fields.messages, functions, variables)
             return [_cut((None, ids), most, fields.truncation_side)]
         prompts, special = prompts_of(fields), fields.add_special_tokens is not False
         kept = "" if most is None else _kept(fields.truncation_side)

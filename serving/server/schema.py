@@ -17,6 +17,7 @@ from serving.server.fields import (
     Prediction,
 )
 from serving.server.grammar_source import GrammarSource, grammar_source_of
+from serving.server.hints import HINTS, take_hints
 from serving.server.json_body import read
 from serving.server.tools import ToolWish, read_calls, read_tools
 from shiftjax.core.limits import MAX_WIDTH
@@ -46,6 +47,13 @@ class Wish:
     prediction: str | None = None  # the output that the client expects
     tools: ToolWish | None = None  # None: nothing can be called
     given: Collection[str] = ()  # fields of `sampling` that the request names
+    hints: tuple[str, ...] = ()  # names of fields that are known, and have no effect here
+    effort_name: str = "reasoning_effort"  # as the client calls it
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Names of fields that a client is told of, as they change nothing."""
+        return (*self.unknown, *self.hints)
 
     @property
     def priority(self) -> int:
@@ -60,6 +68,7 @@ class Wish:
 
 def read_completion(values: Any) -> Wish:
     """Check the body of a completion."""
+    values, hints = take_hints(values, HINTS)
     fields, unknown = read(CompletionFields, values)
     _check_prompt(fields.prompt)
     given = _given(fields)
@@ -70,11 +79,12 @@ def read_completion(values: Any) -> Wish:
         given["prompt_logprobs"] = fields.logprobs
     if given.get("max_tokens") == 0 and fields.echo and given.get("prompt_logprobs") is None:
         given["prompt_logprobs"] = 0  # nothing is generated: the prompt comes back
-    return _wish(fields, given, unknown)
+    return replace(_wish(fields, given, unknown), hints=hints)
 
 
 def read_chat(values: Any) -> Wish:
     """Check the body of a chat."""
+    values, hints = take_hints(values, HINTS)
     fields, unknown = read(ChatFields, values)
     if not 0 < len(fields.messages) <= MAX_MESSAGES:
         raise invalid("messages", f"must have 1 to {MAX_MESSAGES} entries")
@@ -92,7 +102,7 @@ def read_chat(values: Any) -> Wish:
     wish = _wish(fields, given, unknown)
     if tools is not None and wish.grammar is not None:
         raise invalid(wish.grammar.field, "cannot be combined with tools that may be called")
-    return replace(wish, tools=tools)
+    return replace(wish, tools=tools, hints=hints)
 
 
 def _given(fields: GenerationFields) -> dict[str, Any]:

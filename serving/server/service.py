@@ -251,7 +251,7 @@ class Service:
         """
         try:
             model, engine = self.generating()
-            wish = with_server_defaults(read_fields(values), model.defaults)
+            wish = with_server_defaults(self.dialogue.noted(read_fields(values)), model.defaults)
             with ExitStack() as lent:
                 lent.enter_context(self._quotas.lent(CALLER.get(), _num_sequences(wish)))
                 generation = await self._submit(engine, wish, request_id, timeout, seed)
@@ -372,7 +372,7 @@ class Service:
     async def count(self, read_fields: Callable[[Any], Wish], values: Any) -> tuple[Wish, int]:
         """What `read_chat` or its like finds in a body, and how many tokens its prompts have."""
         self.generating()
-        wish = read_fields(values)
+        wish = self.dialogue.noted(read_fields(values))
         self.model_named(wish.fields.model)
         _check_known(wish.unknown, self.options)
         return wish, sum(len(ids) for _, ids in await self.prompts.of(wish))

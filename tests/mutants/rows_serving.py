@@ -103,15 +103,20 @@ SCHEMA_ROWS = (
     ),
     Mutant(
         "an unknown field of an object is not told", "schema", JSON_BODY,
-        '                    unknown += _unknown_in(NESTED[name], each, f"{path}.")\n',
+        '                    unknown += _unknown_in(inner, each, f"{path}.")\n',
         "                    pass\n",
         (TEST_FIELDS,), "misspelt options are dropped without a word",
     ),
     Mutant(
-        "false counts as 0", "schema", JSON_BODY,
-        "same = (each for each in harmless if isinstance(each, bool) == isinstance(value, bool))",
-        "same = harmless",
+        "false counts as 0", "schema", "serving/server/hints.py",
+        "[each for each in harmless if isinstance(each, bool) == isinstance(value, bool)]",
+        "harmless",
         (TEST_FIELDS,), "an option of another type passes",
+    ),
+    Mutant(
+        "a hint is dropped without a word", "schema", "serving/server/hints.py",
+        "told += [name] * (nested is not None and not is_same(nested, harmless))", "pass",
+        ("tests/serving/server/test_hints.py",), "clients believe that an option has an effect",
     ),
     Mutant(
         "a full queue is another error", "schema", "serving/server/errors.py",

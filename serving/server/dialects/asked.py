@@ -4,12 +4,13 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from serving.server.errors import ServeError, Violation
 from serving.server.fields import sampling_fields
+from serving.server.hints import Harmless, take_hints
 from serving.server.json_body import read
 from serving.server.schema import Wish, read_chat
 from shiftjax.core.sampling_params import DIALECTS
@@ -44,14 +45,22 @@ def wrong(field: str, description: str, code: str | None = None) -> OwnFieldErro
     return OwnFieldError("invalid", f"{field} {description}", code=code, violations=violations)
 
 
-def read_body[T: msgspec.Struct](
-    kind: type[T], values: Any, refused: Mapping[str, tuple[Any, ...]]
-) -> tuple[T, tuple[str, ...]]:
-    """(fields, names that nobody knows). Raises `ServeError`.
+class Told(NamedTuple):
+    """Names of fields that a client is told of."""
 
-    `refused` are fields that the API has and this server has not, with the values that ask for
-    nothing.
+    unknown: tuple[str, ...]  # to everybody
+    hints: tuple[str, ...]  # without effect here
+
+
+def read_body[T: msgspec.Struct](
+    kind: type[T], values: Any, refused: Harmless, hints: Harmless
+) -> tuple[T, Told]:
+    """(fields, names to tell of). Raises `ServeError`.
+
+    `refused` and `hints` are fields that the API has and this server has not, with the values that
+    ask for nothing.
     """
+    told: tuple[str, ...] = ()
     if isinstance(values, dict):
         for name, harmless in refused.items():
             value = values.get(name)
@@ -59,10 +68,12 @@ def read_body[T: msgspec.Struct](
             if value is not None and value not in same:
                 raise wrong(name, "is not supported by this server", "unsupported_parameter")
         values = {name: value for name, value in values.items() if name not in refused}
+        values, told = take_hints(values, hints)
     try:
-        return read(kind, values)
+        fields, unknown = read(kind, values)
     except ServeError as error:
         raise _plainer(error) from None
+    return fields, Told(unknown, told)
 
 
 def _plainer(error: ServeError) -> ServeError:
@@ -74,12 +85,12 @@ def _plainer(error: ServeError) -> ServeError:
     return error
 
 
-def wish_of(chat: Json, body: Extras, unknown: tuple[str, ...]) -> Asked:
-    """The wish of a chat whose fields, where None, were not given."""
+def wish_of(chat: Json, body: Extras, told: Told, names: Mapping[str, str]) -> Asked:
+    """The wish of a chat whose fields, where None, were not given. `names` as in `renamed`."""
     chat = chat | {name: getattr(body, name) for name in Extras.__struct_fields__}
     wish = read_chat({name: value for name, value in chat.items() if value is not None})
     parts: Json = {each.name: getattr(wish, each.name) for each in dataclasses.fields(wish)}
-    parts["unknown"] = unknown
+    parts |= told._asdict() | {"effort_name": names["reasoning_effort"]}
     return Asked(**parts, body=body)
 
 

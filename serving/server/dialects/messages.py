@@ -1,11 +1,14 @@
 """Anthropic's Messages as chats: https://docs.anthropic.com/en/api/messages. No JAX."""
 
+import re
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
-from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
+from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, wish_of, wrong
+from serving.server.dialects.foreign import take_kinds, take_tools
+from serving.server.hints import Harmless
 
 LEAST_BUDGET = 1024  # tokens of thinking, as Anthropic has it
 
@@ -36,6 +39,8 @@ class ToolUseBlock(_Block, tag="tool_use"):
     id: str
     name: str
     input: Json
+    caller: Json | None = None
+    toolset_name: str | None = None
 
 
 class ToolResultBlock(_Block, tag="tool_result"):
@@ -44,6 +49,7 @@ class ToolResultBlock(_Block, tag="tool_result"):
     tool_use_id: str
     content: str | list[TextBlock] | None = None
     is_error: bool | None = None
+    toolset_name: str | None = None
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -54,7 +60,10 @@ class Message(msgspec.Struct, kw_only=True):
 
 
 class AnthropicTool(msgspec.Struct, kw_only=True):
-    """A tool that the client runs; there are none that a server runs."""
+    """A tool that the client runs, as there are none that this server runs.
+
+    All are told to the model at once, so deferred loading has no effect.
+    """
 
     name: str
     input_schema: Json
@@ -64,6 +73,8 @@ class AnthropicTool(msgspec.Struct, kw_only=True):
     cache_control: Json | None = None
     input_examples: list[Json] | None = None
     eager_input_streaming: bool | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
 
 
 class AnthropicToolChoice(msgspec.Struct, kw_only=True):
@@ -79,6 +90,7 @@ class Thinking(msgspec.Struct, kw_only=True):
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
+    display: str | None = None  # thoughts are always shown as they are
 
 
 class OutputFormat(msgspec.Struct, kw_only=True):
@@ -127,17 +139,31 @@ class MessagesFields(MessagesCountFields, kw_only=True):
 
 
 # Fields that Anthropic has and this server has not, with the values that ask for nothing.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "container": (),
+REFUSED: Harmless = {"container": (), "mcp_servers": ([],), "thread": ()}
+
+# The same, where an answer is as good without.
+HINTS: Harmless = {
+    "billing_policy": (),
+    "compaction": (),
     "context_management": (),
     "diagnostics": (),
+    "fallback_credit_token": (),
+    "fallbacks": ([],),
     "inference_geo": (),
-    "mcp_servers": ([],),
+    "output_config.task_budget": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
     "user_profile_id": (),
     "workspace_id": (),
 }
+
+# Tools that Anthropic runs, or whose schemas only its models know.
+_TOOLS = re.compile(
+    r"(advisor|bash|browser|code_execution|computer|memory|text_editor|tool_search_tool|web_fetch"
+    r"|web_search)_\w+|mcp_toolset"
+)
+# What an assistant's message keeps of them, and thoughts that only Anthropic can read.
+_BLOCKS = re.compile(r"redacted_thinking|server_tool_use|mcp_tool_\w+|\w+_tool_result")
 
 # What a chat calls these fields.
 NAMES = {
@@ -154,7 +180,7 @@ NAMES = {
 
 def read_messages(values: Any) -> Asked:
     """Check the body of a message. Raises `ServeError`."""
-    fields, unknown = read_body(MessagesFields, values, REFUSED)
+    fields, told = _read(MessagesFields, values)
     if fields.thinking is not None and (fields.thinking.budget_tokens or 0) >= fields.max_tokens:
         raise wrong("thinking.budget_tokens", "must be less than max_tokens")
     chat = _chat(fields) | {
@@ -166,13 +192,32 @@ def read_messages(values: Any) -> Asked:
         "top_k": fields.top_k,
         "user": fields.metadata and fields.metadata.user_id,
     }
-    return wish_of(chat, fields, unknown)
+    return wish_of(chat, fields, told, NAMES)
 
 
 def read_count(values: Any) -> Asked:
     """Check the body of a count. Raises `ServeError`."""
-    fields, unknown = read_body(MessagesCountFields, values, REFUSED)
-    return wish_of(_chat(fields), fields, unknown)
+    fields, told = _read(MessagesCountFields, values)
+    return wish_of(_chat(fields), fields, told, NAMES)
+
+
+def _read[T: MessagesCountFields](kind: type[T], values: Any) -> tuple[T, Told]:
+    """The fields of a body, without what only Anthropic can run or read."""
+    values, tools = take_tools(values, _TOOLS)
+    values, blocks = _take_blocks(values)
+    fields, told = read_body(kind, values, REFUSED, HINTS)
+    return fields, told._replace(hints=(*told.hints, *tools, *blocks))
+
+
+def _take_blocks(values: Any) -> tuple[Any, tuple[str, ...]]:
+    """(body without blocks of Anthropic's server, their names); no message is left empty."""
+    messages = values.get("messages") if isinstance(values, dict) else None
+    if not isinstance(messages, list):
+        return values, ()
+    pairs = [take_kinds(each, "content", _BLOCKS) for each in messages]
+    told = tuple({f"messages.{name}": None for _, names in pairs for name in names})
+    kept = [each for each, names in pairs if each["content"] or not names] if told else messages
+    return values | {"messages": kept}, told
 
 
 def _chat(fields: MessagesCountFields) -> Json:

@@ -3,13 +3,17 @@
 Nothing is kept: a conversation comes with every request, and goes by its items.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
-from serving.server.dialects.asked import Asked, Extras, Json, read_body, wish_of, wrong
+from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, wish_of, wrong
+from serving.server.dialects.foreign import take_kinds, take_tools
+from serving.server.hints import HINTS as CHAT_HINTS
+from serving.server.hints import Harmless
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -22,6 +26,7 @@ class InputText(_Part, tag="input_text"):
     """A text that came in."""
 
     text: str
+    prompt_cache_breakpoint: Json | None = None
 
 
 class OutputText(_Part, tag="output_text"):
@@ -71,6 +76,8 @@ class CallItem(_Item, tag="function_call"):
     call_id: str
     name: str
     arguments: str
+    caller: Json | None = None
+    namespace: str | None = None
 
 
 class CallOutputItem(_Item, tag="function_call_output"):
@@ -78,6 +85,9 @@ class CallOutputItem(_Item, tag="function_call_output"):
 
     call_id: str
     output: str | list[InputText]
+    name: str | None = None
+    caller: Json | None = None
+    namespace: str | None = None
 
 
 class ReasoningItem(_Item, tag="reasoning"):
@@ -92,13 +102,19 @@ Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
 class FunctionTool(msgspec.Struct, kw_only=True):
-    """A function of the client; there are no tools that a server runs."""
+    """A function of the client, as there are no tools that this server runs.
+
+    All are told to the model at once, so deferred loading has no effect.
+    """
 
     type: Literal["function"]
     name: str
     parameters: Json | None = None
     strict: bool | None = None
     description: str | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+    output_schema: Json | None = None
 
 
 class FunctionChoice(msgspec.Struct, kw_only=True):
@@ -122,15 +138,12 @@ class TextConfig(msgspec.Struct, kw_only=True):
     """What the text is like."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(msgspec.Struct, kw_only=True):
     """How much to think. Thoughts come as they are, with no summary of them."""
 
     effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
 
 
 class ResponsesCountFields(Extras, kw_only=True):
@@ -154,9 +167,7 @@ class ResponsesFields(ResponsesCountFields, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = (
-        None
-    )
+    include: list[str] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -164,24 +175,48 @@ class ResponsesFields(ResponsesCountFields, kw_only=True):
     prompt_cache_key: str | None = None
 
 
-# Fields that OpenAI has and this server has not, beside those that chats refuse too (`store` ...),
-# with the values that ask for nothing.
-REFUSED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+# Fields that OpenAI has and this server has not, with the values that ask for nothing.
+REFUSED: Harmless = MappingProxyType(
     {
         "access_programs": (),
         "background": (False,),
         "background_options": (),
-        "context_management": ([],),
         "conversation": (),
         "image": (),
-        "max_tool_calls": (),
         "personality": (),
         "previous_response_id": (),
         "prompt": (),
-        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": None}),
+    }
+)
+
+# The same, where an answer is as good without. Only tools of a server count as `max_tool_calls`.
+HINTS: Harmless = MappingProxyType(
+    {
+        **CHAT_HINTS,
+        "client_metadata": ({},),
+        "context_management": ([],),
+        "max_tool_calls": (),
+        "reasoning.context": ("auto",),
+        "reasoning.generate_summary": ("auto",),
+        "reasoning.mode": ("standard",),
+        "reasoning.summary": ("auto",),
+        "stream_options": ({},),
+        "text.verbosity": ("medium",),
         "truncation": ("disabled",),
     }
 )
+
+# What OpenAI runs, or only its models know; and what a conversation keeps of it.
+_TOOLS = re.compile(
+    r"apply_patch|code_interpreter|computer\w*|custom|file_search|image_generation|local_shell|mcp"
+    r"|namespace|programmatic_tool_calling|shell|tool_search|web_search\w*"
+)
+_ITEMS = re.compile(
+    rf"({_TOOLS.pattern})_(call|call_output|output)|custom_tool_call(_output)?"
+    r"|mcp_(list_tools|approval_\w+)|compaction\w*|program(_output)?"
+)
+# What `include` may ask for and gets; the first is in plain items of reasoning.
+_INCLUDED = ("reasoning.encrypted_content", LOGPROBS)
 
 # What a chat calls these fields.
 NAMES = {
@@ -196,16 +231,19 @@ NAMES = {
 
 def read_response(values: Any) -> Asked:
     """Check the body of a response. Raises `ServeError`."""
-    fields, unknown = read_body(ResponsesFields, _typed(values), REFUSED)
+    fields, told = _read(ResponsesFields, values)
     names = ("stream", "temperature", "top_p", "top_k", "metadata", "user")
     same = {name: getattr(fields, name) for name in (*names, *_CHECKED)}
     chat = _chat(fields) | same | {"max_completion_tokens": fields.max_output_tokens}
-    wants_logprobs = LOGPROBS in (fields.include or ())
+    include = fields.include or ()
+    wants_logprobs = LOGPROBS in include
+    if any(each not in _INCLUDED for each in include):
+        told = told._replace(hints=(*told.hints, "include"))
     if wants_logprobs:
         chat |= {"logprobs": True, "top_logprobs": fields.top_logprobs or 0}
     elif fields.top_logprobs:
         raise wrong("top_logprobs", f"needs {LOGPROBS} in include")
-    wish = wish_of(chat, fields, unknown)
+    wish = wish_of(chat, fields, told, NAMES)
     if wants_logprobs and wish.tools is not None:
         raise wrong("include", f"of {LOGPROBS} cannot be combined with tools that may be called")
     return wish
@@ -216,8 +254,16 @@ _CHECKED = ("safety_identifier", "prompt_cache_key")
 
 def read_count(values: Any) -> Asked:
     """Check the body of a count. Raises `ServeError`."""
-    fields, unknown = read_body(ResponsesCountFields, _typed(values), REFUSED)
-    return wish_of(_chat(fields), fields, unknown)
+    fields, told = _read(ResponsesCountFields, values)
+    return wish_of(_chat(fields), fields, told, NAMES)
+
+
+def _read[T: ResponsesCountFields](kind: type[T], values: Any) -> tuple[T, Told]:
+    """The fields of a body, without what only OpenAI can run or read."""
+    values, tools = take_tools(_typed(values), _TOOLS)
+    values, items = take_kinds(values, "input", _ITEMS)
+    fields, told = read_body(kind, values, REFUSED, HINTS)
+    return fields, told._replace(hints=(*told.hints, *tools, *items))
 
 
 def _typed(values: Any) -> Any:

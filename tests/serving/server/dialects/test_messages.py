@@ -157,8 +157,6 @@ def test_a_form_of_the_answer_and_thinking(chat):
         ("output_config", {"format": {"type": "xml", "schema": {}}}),
         ("container", "x"),
         ("mcp_servers", [1]),
-        ("service_tier", 0),
-        ("speed", "fast"),
     ],
 )
 def test_what_is_wrong_is_named(field, value):

@@ -1,0 +1,47 @@
+"""Fields that ask for what others do and whose answers are as good without it. No JAX.
+
+They are taken, and a warning names them; a server with `--strict` takes them, too.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+Json = Any
+Harmless = Mapping[str, tuple[Any, ...]]  # by path: the values that ask for nothing
+
+# Of completions and chats: what OpenAI's clients send to OpenAI.
+HINTS: Harmless = MappingProxyType(
+    {
+        "moderation": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": ("in-memory", "in_memory"),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "stream_options.include_obfuscation": (False,),
+        "verbosity": ("medium",),
+    }
+)
+
+
+def take_hints(values: Json, table: Harmless) -> tuple[Json, tuple[str, ...]]:
+    """(values without the fields of a table, paths of those that ask for something)."""
+    if not isinstance(values, dict):
+        return values, ()
+    told: list[str] = []
+    for path, harmless in table.items():
+        name, _, inner = path.partition(".")
+        nested = values.get(name)
+        if inner and isinstance(nested, dict):
+            rest, paths = take_hints(nested, {inner: harmless})
+            values = values | {name: rest}
+            told += [f"{name}.{each}" for each in paths]
+        elif not inner and name in values:
+            told += [name] * (nested is not None and not is_same(nested, harmless))
+            values = {each: value for each, value in values.items() if each != name}
+    return values, tuple(told)
+
+
+def is_same(value: Json, harmless: tuple[Any, ...]) -> bool:
+    """Whether a value is one of these; true is not 1, and false is not 0."""
+    return value in [each for each in harmless if isinstance(each, bool) == isinstance(value, bool)]
