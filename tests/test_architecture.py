@@ -50,6 +50,7 @@ FLOORS = (
     ("serving", NO_JAX),
     ("serving.proto", NO_JAX),
     ("serving.server", NO_JAX),
+    ("serving.stored", NO_JAX),
     ("serving.http", NO_JAX),
     ("serving.rpc", JAX),
     ("serving.hosts", NO_JAX),

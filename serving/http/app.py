@@ -20,6 +20,7 @@ from serving.http.models import model_routes
 from serving.http.openapi import document
 from serving.http.outside import reachable
 from serving.http.page import page_routes, root_route
+from serving.http.stored import stored_routes
 from serving.server.dialects import messages, responses_api
 from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError
@@ -27,6 +28,7 @@ from serving.server.fields import DetokenizeFields, TokenizeFields
 from serving.server.json_body import parse_json, unknown_names
 from serving.server.schema import Wish
 from serving.server.service import Service
+from serving.stored.setup import open_kept
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,16 +45,18 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
 
 def all_routes(service: Service) -> list[BaseRoute]:
     """Every path; those that are `Described` are in `/openapi.json`."""
-    endpoints = Endpoints(service)
+    endpoints, kept = Endpoints(service), open_kept(service)
+    memories = {"/v1/responses": kept.memory}
     routes = [
         *(
-            Described(path, Generate(service, each), each.summary, each.fields)
+            Described(path, Generate(service, each, memories.get(path)), each.summary, each.fields)
             for path, each in DIALECTS.items()
         ),
         *endpoints.routes(),
         *embedding_routes(service),
         *model_routes(service),
         *info_routes(service, endpoints.ready),
+        *stored_routes(service, kept),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]

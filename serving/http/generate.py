@@ -16,9 +16,12 @@ from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.json_body import parse_json
+from serving.server.quotas import CALLER
 from serving.server.service import Generation, Service
 from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
+from serving.stored.documents import owner_of
+from serving.stored.responses import Exchange, Memory, NoMemory
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +38,55 @@ STREAM_HEADERS = [
 class Generate:
     """An ASGI endpoint that speaks a dialect."""
 
-    def __init__(self, service: Service, dialect: Dialect):
+    def __init__(self, service: Service, dialect: Dialect, memory: Memory | None = None):
         self._service, self._dialect = service, dialect
+        self._memory = memory or NoMemory()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         try:
             body = await read_body(scope, receive, self._service.options.max_request_bytes)
             values, timeout = parse_json(body), timeout_of(scope)
+            owner, request_id = owner_of(CALLER.get()), scope["request_id"]
+            exchange = await self._memory.begin(owner, request_id, values)
         except ServeError as error:
             self._service.refuse(error)
             raise
         read, names = self._dialect.read, self._dialect.names
         try:
-            generation = await self._service.start(read, values, scope["request_id"], timeout)
+            generation = await self._service.start(read, exchange.values, request_id, timeout)
         except ServeError as error:
             raise renamed(error, names) from None
         with generation:
             async with watching(receive, generation.cancel):
                 if generation.wish.fields.stream:
-                    await self._stream(generation, send, scope.get("abort"))
+                    await self._stream(generation, exchange, send, scope.get("abort"))
                 else:
-                    await self._answer(generation, send)
+                    await self._answer(generation, exchange, send)
 
-    async def _answer(self, generation: Generation, send: Send) -> None:
+    async def _answer(self, generation: Generation, exchange: Exchange, send: Send) -> None:
         for handle in generation.handles:
             await handle.result()
         response = await self._service.write(lambda each: self._writer(each).encoded(), generation)
-        await send_json(send, response, headers=warning_headers(generation.wish.ignored))
+        await exchange.keep([response])
+        await send_json(send, response, headers=_warnings(generation, exchange))
 
     async def _stream(
-        self, generation: Generation, send: Send, drop: Callable[[], None] | None
+        self,
+        generation: Generation,
+        exchange: Exchange,
+        send: Send,
+        drop: Callable[[], None] | None,
     ) -> None:
         """Headers are sent with the first news, so that what fails before has its own status."""
         with WriteLimit(lambda: self._service.others_wait_for(generation)) as limit:
-            headers = warning_headers(generation.wish.ignored)
+            headers = _warnings(generation, exchange)
             out = _EventStream(send, limit, self._dialect, headers, drop)
-            await self._write_events(generation, out)
+            await self._write_events(generation, exchange, out)
 
-    async def _write_events(self, generation: Generation, out: "_EventStream") -> None:
+    async def _write_events(
+        self, generation: Generation, exchange: Exchange, out: "_EventStream"
+    ) -> None:
         writer = self._writer(generation)
         try:
             async with aclosing(_merged(generation)) as news:
@@ -82,7 +95,9 @@ class Generate:
                     await tell_the_wait(generation.handles, engine.place_of, out.tell_place)
                 async for number, deltas in news:
                     await out.write(writer.chunks(number, deltas))
-            await out.write(writer.last_chunks())
+            last = writer.last_chunks()
+            await exchange.keep(last)
+            await out.write(last)
         except ServeError as error:
             if not out.has_begun:
                 raise
@@ -99,6 +114,10 @@ class Generate:
     def _writer(self, generation: Generation) -> DialectWriter:
         model, _ = self._service.running()
         return self._dialect.writer(generation, model.tokenizer)
+
+
+def _warnings(generation: Generation, exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    return warning_headers((*generation.wish.ignored, *exchange.ignored))
 
 
 class _EventStream:

@@ -50,10 +50,10 @@ def document(routes: Iterable[BaseRoute]) -> dict[str, Any]:
         kinds, ref_template="#/components/schemas/{name}"
     )
     schemas = dict(zip(kinds, references, strict=True))
-    paths = {
-        route.path_format: {verb.lower(): _operation(route, schemas) for verb in route.verbs}
-        for route in described
-    }
+    paths: dict[str, dict[str, Any]] = {}
+    for route in described:
+        operations = {verb.lower(): _operation(route, schemas) for verb in route.verbs}
+        paths.setdefault(route.path_format, {}).update(operations)
     return {
         "openapi": "3.1.0",
         "info": {"title": "ShiftJAX", "version": installed("shiftjax")},
@@ -72,9 +72,9 @@ def _operation(route: Described, schemas: Mapping[Any, Any]) -> dict[str, Any]:
         content = {"application/json": {"schema": schemas[route.body]}}
         operation["requestBody"] = {"required": True, "content": content}
         answers["text/event-stream"] = {}
-    if "{id}" in path:
-        place = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [place]
+    if route.param_convertors:
+        fixed = {"in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [{"name": name} | fixed for name in route.param_convertors]
     error = "MessagesError" if path.startswith("/v1/messages") else "Error"
     return operation | {"responses": _responses(answers, error)}
 

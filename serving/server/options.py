@@ -7,13 +7,22 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from shiftjax.deploy.tasks import Task, idle_settings
-from shiftjax.options import ConfigError, option, settings_of
+from shiftjax.options import ConfigError, num_bytes_of, option, settings_of, shown
 
 if TYPE_CHECKING:
     from shiftjax.arch.config import ModelConfig
 
 MEBIBYTE = 1 << 20
 MOST_TOPIC = 256
+
+
+def _size(text: str) -> str | None:
+    try:
+        num_bytes = num_bytes_of(text)
+    except ValueError as error:
+        return str(error)
+    is_of_use = num_bytes == 0 or MEBIBYTE <= num_bytes <= 1 << 50
+    return None if is_of_use else f"must be 0, or 1MiB to 1024TiB, got {shown(text)}"
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,14 @@ class ServerOptions:
         None,
         "origins, with commas, whose pages may ask (CORS): https://a.example, or *; default: none",
     )
+    store_responses: str = option(
+        "0",
+        "bytes of responses and conversations to keep for later requests, like 1GiB; 0: none",
+        check=_size,
+    )
+    store_dir: str | None = option(
+        None, "folder in which they are kept over restarts; default: in memory"
+    )
     root_path: str | None = option(
         None, "prefix of all paths, as /llm, behind a proxy that keeps it; default: none"
     )
@@ -131,6 +148,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
             *("max_logprobs", "stream_interval", "tool_parser", "reasoning_parser"),
             *("chat_template", "kv_events", "kv_events_endpoint", "kv_events_topic"),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
+            *("store_responses", "store_dir"),
         ),
         "generate",
     )
@@ -173,6 +191,8 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append("allowed_origins must be as https://app.example:8443, without a path, or *")
     if options.root_path is not None and _ROOT.fullmatch(options.root_path) is None:
         problems.append("root_path must be as /llm, without a slash at its end")
+    if options.store_dir is not None and not num_bytes_of(options.store_responses):
+        problems.append("store_dir needs store_responses, say 1GiB: how much to keep there")
     problems += _kv_event_problems(options)
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
         problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")

@@ -166,6 +166,14 @@ def _given_name(field: str, fields: GenerationFields) -> str:
     return "max_completion_tokens" if renamed else field
 
 
+def check_metadata(metadata: Mapping[str, str]) -> None:
+    """Raise `ServeError` for what is more than a client may note of its request."""
+    longest = max((len(text) for pair in metadata.items() for text in pair), default=0)
+    if len(metadata) > MAX_METADATA or longest > MAX_METADATA_CHARACTERS:
+        words = f"must have at most {MAX_METADATA} texts of {MAX_METADATA_CHARACTERS} characters"
+        raise invalid("metadata", words)
+
+
 def _check_common(fields: GenerationFields) -> None:
     if fields.stream_options is not None and not fields.stream:
         raise invalid("stream_options", "needs stream to be true")
@@ -178,11 +186,7 @@ def _check_common(fields: GenerationFields) -> None:
         if text is not None and not (0 < len(text) <= MAX_TEXT_CHARACTERS and text.isprintable()):
             words = f"must be 1 to {MAX_TEXT_CHARACTERS} printable characters"
             raise invalid(name, words)
-    metadata = fields.metadata or {}
-    longest = max((len(text) for pair in metadata.items() for text in pair), default=0)
-    if len(metadata) > MAX_METADATA or longest > MAX_METADATA_CHARACTERS:
-        words = f"must have at most {MAX_METADATA} texts of {MAX_METADATA_CHARACTERS} characters"
-        raise invalid("metadata", words)
+    check_metadata(fields.metadata or {})
     if fields.prompt_logprobs is not None and fields.stream:
         raise invalid("prompt_logprobs", "cannot be streamed; use echo and logprobs")
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -113,6 +113,7 @@ class Service:
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
         self.listeners: list[Callable[[bool], None]] = []
+        self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.grammars: Grammars | None = None
         self._prompts: Prompts | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
@@ -153,6 +154,8 @@ class Service:
 
     async def close(self) -> bool:
         """End everything; False if a step hangs."""
+        for close in self.on_close:
+            await close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self.grammars is not None:
             self.grammars.close()

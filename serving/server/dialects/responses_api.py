@@ -1,6 +1,7 @@
 """OpenAI's Responses as chats: https://platform.openai.com/docs/api-reference/responses. No JAX.
 
-Nothing is kept: a conversation comes with every request, and goes by its items.
+A conversation comes with every request, and goes by its items. What is kept of earlier ones has
+been put before them (`serving/stored`).
 """
 
 import re
@@ -159,9 +160,18 @@ class ResponsesCountFields(Extras, kw_only=True):
     reasoning: Reasoning | None = None
 
 
+class ConversationName(msgspec.Struct, kw_only=True):
+    """The conversation that a response goes on with."""
+
+    id: str
+
+
 class ResponsesFields(ResponsesCountFields, kw_only=True):
     """The body of /v1/responses."""
 
+    store: bool | None = None
+    previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     stream: bool | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -181,10 +191,8 @@ REFUSED: Harmless = MappingProxyType(
         "access_programs": (),
         "background": (False,),
         "background_options": (),
-        "conversation": (),
         "image": (),
         "personality": (),
-        "previous_response_id": (),
         "prompt": (),
     }
 )
@@ -192,7 +200,7 @@ REFUSED: Harmless = MappingProxyType(
 # The same, where an answer is as good without. Only tools of a server count as `max_tool_calls`.
 HINTS: Harmless = MappingProxyType(
     {
-        **CHAT_HINTS,
+        **{name: value for name, value in CHAT_HINTS.items() if name != "store"},
         "client_metadata": ({},),
         "context_management": ([],),
         "max_tool_calls": (),
@@ -204,6 +212,12 @@ HINTS: Harmless = MappingProxyType(
         "text.verbosity": ("medium",),
         "truncation": ("disabled",),
     }
+)
+
+# Both, where nothing is kept and nothing recalled.
+OF_COUNTS = (
+    {**REFUSED, "conversation": (), "previous_response_id": ()},
+    {**HINTS, "store": (False,)},
 )
 
 # What OpenAI runs, or only its models know; and what a conversation keeps of it.
@@ -231,7 +245,7 @@ NAMES = {
 
 def read_response(values: Any) -> Asked:
     """Check the body of a response. Raises `ServeError`."""
-    fields, told = _read(ResponsesFields, values)
+    fields, told = _read(ResponsesFields, values, REFUSED, HINTS)
     names = ("stream", "temperature", "top_p", "top_k", "metadata", "user")
     same = {name: getattr(fields, name) for name in (*names, *_CHECKED)}
     chat = _chat(fields) | same | {"max_completion_tokens": fields.max_output_tokens}
@@ -254,28 +268,30 @@ _CHECKED = ("safety_identifier", "prompt_cache_key")
 
 def read_count(values: Any) -> Asked:
     """Check the body of a count. Raises `ServeError`."""
-    fields, told = _read(ResponsesCountFields, values)
+    fields, told = _read(ResponsesCountFields, values, *OF_COUNTS)
     return wish_of(_chat(fields), fields, told, NAMES)
 
 
-def _read[T: ResponsesCountFields](kind: type[T], values: Any) -> tuple[T, Told]:
+def _read[T: ResponsesCountFields](
+    kind: type[T], values: Any, refused: Harmless, hints: Harmless
+) -> tuple[T, Told]:
     """The fields of a body, without what only OpenAI can run or read."""
-    values, tools = take_tools(_typed(values), _TOOLS)
+    values, tools = take_tools(typed(values), _TOOLS)
     values, items = take_kinds(values, "input", _ITEMS)
-    fields, told = read_body(kind, values, REFUSED, HINTS)
+    fields, told = read_body(kind, values, refused, hints)
     return fields, told._replace(hints=(*told.hints, *tools, *items))
 
 
-def _typed(values: Any) -> Any:
+def typed(values: Any, field: str = "input") -> Any:
     """The body with the type of every message, which clients leave out."""
-    items = values.get("input") if isinstance(values, dict) else None
+    items = values.get(field) if isinstance(values, dict) else None
     if not isinstance(items, list):
         return values
     plain = [
         {"type": "message"} | item if isinstance(item, dict) and "role" in item else item
         for item in items
     ]
-    return values | {"input": plain}
+    return values | {field: plain}
 
 
 def _chat(fields: ResponsesCountFields) -> Json:

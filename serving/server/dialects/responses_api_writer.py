@@ -11,7 +11,7 @@ import msgspec
 
 from serving.server.dialects.asked import Asked, Json
 from serving.server.dialects.blocks import Block, Blocks, Turn
-from serving.server.dialects.responses_api import ResponsesFields
+from serving.server.dialects.responses_api import ConversationName, ResponsesFields
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter
@@ -91,10 +91,10 @@ class ResponsesWriter:
             "model": self._generation.model,
             "output": [],
             "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": fields.previous_response_id,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": bool(fields.store),
             "temperature": sampling.temperature,
             "text": {"format": _plain(text.format) if text and text.format else {"type": "text"}},
             "tool_choice": _plain(fields.tool_choice or "auto"),
@@ -103,7 +103,7 @@ class ResponsesWriter:
             "truncation": "disabled",
             "usage": None,
             "user": fields.user,
-        }
+        } | _conversation(fields)
 
     def _usage(self) -> Json:
         metrics = self._handle.output.metrics
@@ -222,6 +222,12 @@ def _shown(block: Block, item_id: str, logprobs: list[Json]) -> Json:
         return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
     text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
     return {"id": item_id, "type": "message", "role": "assistant", "content": [text]}
+
+
+def _conversation(fields: ResponsesFields) -> Json:
+    given = fields.conversation
+    name = given.id if isinstance(given, ConversationName) else given
+    return {} if name is None else {"conversation": {"id": name}}
 
 
 def _plain(value: Any) -> Any:

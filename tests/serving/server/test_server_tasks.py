@@ -25,6 +25,10 @@ OTHERS = {
     "kv_events_endpoint": "tcp://*:5557",
     "kv_events_topic": "kv@pod@model",
     "kv_events_replay": "tcp://*:5558",
+    "max_seqs_per_key": 4,
+    "max_seqs_per_address": 4,
+    "store_responses": "1GiB",
+    "store_dir": "kept",
 }
 
 

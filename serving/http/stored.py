@@ -1,0 +1,150 @@
+"""The routes of what is kept of conversations: responses and conversations, by API key."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serving.http.described import Described
+from serving.http.guard import read_body, warning_headers
+from serving.server.dialects.responses_api import Item, typed
+from serving.server.errors import ServeError, invalid
+from serving.server.json_body import parse_json, read
+from serving.server.quotas import CALLER
+from serving.server.schema import check_metadata
+from serving.server.service import Service
+from serving.stored.documents import owner_of
+from serving.stored.items import page
+from serving.stored.setup import Kept
+
+MOST_ADDED = 20  # items that a request may add to a conversation, as at OpenAI's
+
+Json = dict[str, Any]
+Answer = Callable[[Request, str], Awaitable[Json]]  # of a request and its owner
+RESPONSE, CONVERSATION = "/v1/responses/{id}", "/v1/conversations/{id}"
+
+
+class ConversationFields(msgspec.Struct, kw_only=True):
+    """The body of a new conversation."""
+
+    items: list[Item] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ChangeFields(msgspec.Struct, kw_only=True):
+    """The body of a change of a conversation."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ItemsFields(msgspec.Struct, kw_only=True):
+    """The body that adds to a conversation."""
+
+    items: list[Item]
+
+
+def stored_routes(service: Service, kept: Kept) -> list[Described]:
+    """The routes; on a server that keeps nothing they say how it would."""
+
+    def route(path: str, verb: str, summary: str, answer: Answer, body: Any = None) -> Described:
+        async def endpoint(request: Request) -> Response:
+            request.state.ignored = ()
+            told = msgspec.json.encode(await answer(request, owner_of(CALLER.get())))
+            response = Response(told, media_type="application/json")
+            response.raw_headers += warning_headers(request.state.ignored)
+            return response
+
+        return Described(path, endpoint, summary, body, methods=(verb,))
+
+    async def fields[T: msgspec.Struct](request: Request, kind: type[T]) -> tuple[T, Json]:
+        limit = service.options.max_request_bytes
+        values = parse_json(await read_body(request.scope, request.receive, limit))
+        values = typed(values, "items")
+        checked, request.state.ignored = read(kind, values)
+        return checked, values
+
+    async def response(request: Request, owner: str) -> Json:
+        if request.query_params.get("stream", "false") != "false":
+            raise invalid("stream", "is of responses in the background", "unsupported_parameter")
+        return await kept.responses.get(owner, request.path_params["id"])
+
+    async def delete_response(request: Request, owner: str) -> Json:
+        name = request.path_params["id"]
+        await kept.responses.delete(owner, name)
+        return {"id": name, "object": "response", "deleted": True}
+
+    async def input_items(request: Request, owner: str) -> Json:
+        items = await kept.responses.input_items(owner, request.path_params["id"])
+        return page(items, request.query_params)
+
+    async def cancel(request: Request, owner: str) -> Json:
+        await kept.responses.get(owner, request.path_params["id"])
+        raise invalid("background", "was not asked for: only such a response can be cancelled")
+
+    async def new(request: Request, owner: str) -> Json:
+        asked, values = await fields(request, ConversationFields)
+        items = _few(values.get("items") or [])
+        return await kept.conversations.create(owner, items, _metadata(asked.metadata))
+
+    async def conversation(request: Request, owner: str) -> Json:
+        return (await kept.conversations.get(owner, request.path_params["id"]))["conversation"]
+
+    async def change(request: Request, owner: str) -> Json:
+        asked, _ = await fields(request, ChangeFields)
+        name, metadata = request.path_params["id"], _metadata(asked.metadata)
+        return await kept.conversations.describe(owner, name, metadata)
+
+    async def delete(request: Request, owner: str) -> Json:
+        name = request.path_params["id"]
+        await kept.conversations.delete(owner, name)
+        return {"id": name, "object": "conversation.deleted", "deleted": True}
+
+    async def items(request: Request, owner: str) -> Json:
+        document = await kept.conversations.get(owner, request.path_params["id"])
+        return page(document["items"], request.query_params)
+
+    async def add(request: Request, owner: str) -> Json:
+        _, values = await fields(request, ItemsFields)
+        added = _few(values["items"])
+        told = await kept.conversations.add(owner, request.path_params["id"], added)
+        return page(told, {"order": "asc", "limit": "100"})
+
+    async def item(request: Request, owner: str) -> Json:
+        document = await kept.conversations.get(owner, request.path_params["id"])
+        wanted = request.path_params["item"]
+        for each in document["items"]:
+            if each["id"] == wanted:
+                return each
+        raise ServeError("not_found", "There is no such item.", code="item_not_found")
+
+    async def remove(request: Request, owner: str) -> Json:
+        places = request.path_params
+        return await kept.conversations.remove(owner, places["id"], places["item"])
+
+    return [
+        route(RESPONSE, "GET", "A response that was kept", response),
+        route(RESPONSE, "DELETE", "Forget a response", delete_response),
+        route(f"{RESPONSE}/input_items", "GET", "What a response was told", input_items),
+        route(f"{RESPONSE}/cancel", "POST", "Cancel a response in the background", cancel),
+        route("/v1/conversations", "POST", "Begin a conversation", new, ConversationFields),
+        route(CONVERSATION, "GET", "A conversation", conversation),
+        route(CONVERSATION, "POST", "Change its metadata", change, ChangeFields),
+        route(CONVERSATION, "DELETE", "Forget a conversation", delete),
+        route(f"{CONVERSATION}/items", "GET", "The items of a conversation", items),
+        route(f"{CONVERSATION}/items", "POST", "Add items", add, ItemsFields),
+        route(f"{CONVERSATION}/items/{{item}}", "GET", "One item", item),
+        route(f"{CONVERSATION}/items/{{item}}", "DELETE", "Remove an item", remove),
+    ]
+
+
+def _few(items: Sequence[Json]) -> Sequence[Json]:
+    if len(items) > MOST_ADDED:
+        raise invalid("items", f"must have at most {MOST_ADDED} entries")
+    return items
+
+
+def _metadata(given: dict[str, str] | None) -> Json:
+    check_metadata(given or {})
+    return given or {}

@@ -1,0 +1,1 @@
+"""What is kept of clients between requests: responses, conversations, files, batches. No JAX."""
