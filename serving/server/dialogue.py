@@ -79,20 +79,35 @@ class Dialogue:
         if not self._takes_apart(wish):
             return PlainParser
         inside = self._is_inside(prompt)
-        return partial(make_parser, self._tools, wish.tools, self._reasoning, is_inside=inside)
+        formed = wish.grammar is not None
+        return partial(
+            make_parser,
+            self._tools,
+            wish.tools,
+            self._reasoning,
+            is_inside=inside,
+            has_form=formed,
+        )
 
     def grammar(self, wish: Wish, prompt: Sequence[int]) -> GrammarSource | None:
-        """What tools demand of an output; None: nothing."""
-        if wish.tools is None or self._tools is None or not needs_grammar(wish.tools):
+        """What constrains an output: the form of an answer, calls, or one or the other."""
+        if wish.tools is None or self._tools is None:
+            return wish.grammar
+        if wish.grammar is None and not needs_grammar(wish.tools):
             return None
-        inside, names = self._is_inside(prompt), self._special
-        return call_grammar(self._tools, wish.tools, self._reasoning, names, is_inside=inside)
+        wanted, names, answer = self._tools, self._special, wish.grammar
+        inside = self._is_inside(prompt)
+        return call_grammar(
+            wanted, wish.tools, self._reasoning, names, is_inside=inside, answer=answer
+        )
 
     def _takes_apart(self, wish: Wish) -> bool:
-        """A constraint is on all of the output, which is then one text."""
-        if not isinstance(wish.fields, ChatFields) or wish.grammar is not None:
+        """A constraint is on all of the output, which is then one text, but beside tools."""
+        if not isinstance(wish.fields, ChatFields):
             return False
-        return wish.tools is not None or self._reasoning != "none"
+        if wish.tools is not None:
+            return True
+        return wish.grammar is None and self._reasoning != "none"
 
     def _is_inside(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ended where the reasoning of the output begins."""

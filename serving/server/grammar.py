@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import llguidance
 import msgspec
@@ -273,8 +274,20 @@ def _grammar(source: GrammarSource) -> str:
         case "choice":
             options = map(_escaped, msgspec.json.decode(source.text))
             return llguidance.LLMatcher.grammar_from_regex("|".join(options))
+        case _ if source.answer is not None:
+            parts = [{"lark_grammar": source.text}, _named(_grammar(source.answer))]
+            return msgspec.json.encode({"grammars": parts}).decode()
         case _:
             return llguidance.LLMatcher.grammar_from_lark(source.text)
+
+
+def _named(grammar: str) -> dict[str, Any]:
+    """A grammar as the part of another that calls it `@answer`: JSON, or else Lark."""
+    try:
+        (part,) = msgspec.json.decode(grammar)["grammars"]
+    except msgspec.MsgspecError:
+        part = {"lark_grammar": grammar}
+    return part | {"name": "answer"}
 
 
 def _escaped(text: str) -> str:
@@ -283,7 +296,8 @@ def _escaped(text: str) -> str:
 
 
 def _refusal(source: GrammarSource, words: str) -> ServeError:
-    message = f"The {_NAMES[source.kind]} {words}."
+    name = _NAMES[source.kind] + (" or the form of the answer" if source.answer else "")
+    message = f"The {name} {words}."
     return ServeError("invalid", message, param=source.field, code="grammar_invalid")
 
 

@@ -18,12 +18,16 @@ _WHITESPACE = re.compile(
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """A constraint as the request gives it: json (a schema), regex, choice or grammar (Lark)."""
+    """A constraint as the request gives it: json (a schema), regex, choice or grammar (Lark).
+
+    The kind tools is made of a request's tools, in Lark; there `@answer` is the form of an answer.
+    """
 
     kind: str
     text: str
     field: str = field(default="response_format", compare=False)  # where it stood
     whitespace: str | None = None  # a regex for that between tokens of JSON; None: any
+    answer: "GrammarSource | None" = None  # beside calls
 
 
 def grammar_source_of(fields: GenerationFields) -> GrammarSource | None:

@@ -100,9 +100,9 @@ def read_chat(values: Any) -> Wish:
     fields.messages = read_calls(fields.messages)
     tools = read_tools(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
     wish = _wish(fields, given, unknown)
-    if tools is not None and wish.grammar is not None:
-        raise invalid(wish.grammar.field, "cannot be combined with tools that may be called")
-    return replace(wish, tools=tools, hints=hints)
+    is_forced = tools is not None and tools.is_forced  # then there is no text to have a form
+    grammar = None if is_forced else wish.grammar
+    return replace(wish, tools=tools, grammar=grammar, hints=hints)
 
 
 def _given(fields: GenerationFields) -> dict[str, Any]:

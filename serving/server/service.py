@@ -321,7 +321,7 @@ class Service:
     async def _constrain(
         self, wish: Wish, prompts: Sequence[tuple[str | None, Sequence[int]]]
     ) -> Sequence[Any]:
-        grammar = wish.grammar or self.dialogue.grammar(wish, prompts[0][1])
+        grammar = self.dialogue.grammar(wish, prompts[0][1])
         if grammar is None:
             return ()
         if self.grammars is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from serving.server.form_parser import FormParser
 from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
 from serving.server.tool_parsers import CallMarks, JsonCallParser, short_call_id
@@ -115,15 +116,25 @@ def visible_marks(wanted: ToolFormat | None, reasoning: str) -> tuple[str, ...]:
 
 
 def make_parser(
-    wanted: ToolFormat | None, wish: ToolWish | None, reasoning: str, *, is_inside: bool
+    wanted: ToolFormat | None,
+    wish: ToolWish | None,
+    reasoning: str,
+    *,
+    is_inside: bool,
+    has_form: bool = False,
 ) -> Parser:
-    """A parser of one continuation. `is_inside`: the prompt ended where reasoning begins."""
+    """A parser of one continuation. `is_inside`: the prompt ended where reasoning begins.
+
+    `has_form`: an answer without calls keeps to a form, and nothing stands before calls.
+    """
     names, most = (wish.names, wish.most) if wish else (frozenset[str](), None)
     if reasoning == "openai_gptoss" or (wish and wanted and wanted.marks is None):
         return HarmonyParser(names, most)
     parser: Parser = PlainParser()
     if wish and wanted and wanted.marks:
         parser = JsonCallParser(wanted.marks, names, most)
+        if has_form and not wanted.marks.is_bare:
+            parser = FormParser(parser, wanted.marks.begin)
     return ThinkParser(parser, is_inside=is_inside) if reasoning == "think" else parser
 
 

@@ -35,16 +35,20 @@ def call_grammar(
     special: Mapping[str, int],
     *,
     is_inside: bool,
+    answer: GrammarSource | None = None,
 ) -> GrammarSource:
     """The outputs that a wish allows. `special`: ids of the marks that are special tokens.
 
-    `is_inside`: the prompt ended where reasoning begins.
+    `is_inside`: the prompt ended where reasoning begins. `answer`: the form of an output without
+    calls; None: any text, also before calls.
     """
     lark = _Lark(special)
     if wanted.marks is None:
-        start = _harmony(lark, wanted, wish)
+        start = _harmony(lark, wanted, wish, "TEXT" if answer is None else "@answer")
     elif wish.is_forced:
         start = _calls(lark, wanted, wish)
+    elif answer is not None:
+        start = f"@answer | {_calls(lark, wanted, wish)}"
     elif wanted.marks.is_bare:
         start = f"ANSWER | {_calls(lark, wanted, wish)}"
         lark.rules.append(_NO_BRACE)
@@ -56,7 +60,7 @@ def call_grammar(
         begun = thought if is_inside else f"(SPACE {lark.text(THINK)} {thought})?"
         start = f"{begun} ({start})"
     text = "\n".join(["%llguidance {}", f"start: {start}", _ANY, *lark.rules])
-    return GrammarSource("tools", text, "tools")
+    return GrammarSource("tools", text, answer.field if answer else "tools", answer=answer)
 
 
 class _Lark:
@@ -117,13 +121,14 @@ def _triggered(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
     return f"({lark.until(mark)} {_calls(lark, wanted, wish, mark)}){again} TEXT"
 
 
-def _harmony(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
+def _harmony(lark: _Lark, wanted: ToolFormat, wish: ToolWish, answer: str) -> str:
     """Messages to nobody, and then a call, or an answer if there need be no call."""
     channel, message = lark.text("<|channel|>"), lark.text("<|message|>")
     said = f'{channel} ("analysis" | "commentary") {message} {lark.until("<|end|>")}'
     one = ToolWish(wish.functions, wish.is_forced, most=1)
     ends = [_calls(lark, wanted, one)]
-    ends += [] if wish.is_forced else [f'{channel} "final" {message} TEXT']
+    kind = f"({lark.text(' <|constrain|>json')})? " if answer != "TEXT" else ""
+    ends += [] if wish.is_forced else [f'{channel} "final" {kind}{message} {answer}']
     return f"({said} {lark.text('<|start|>assistant')})* ({' | '.join(ends)})"
 
 

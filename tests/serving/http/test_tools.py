@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kit import CHAT, COMPLETION, USER, events
+from kit import CHAT, COMPLETION, USER, events, is_error
 from scripted import say, scripted_server
 
 from serving.server.vllm_answers import CHOICE, MESSAGE
@@ -207,3 +207,74 @@ def test_completions_have_no_tools(server, client):
     say(server, CALL)
     answer = client.post(COMPLETION, json={"prompt": "x", "max_tokens": 500}).json()
     assert answer["choices"][0]["text"] == CALL
+
+
+# ---------------------------------------------------------------- with a form of the answer
+
+FORM = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"said": {"type": "string", "maxLength": 60}},
+            "required": ["said"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("said", [CALL, f"{CALL}\n{CALL}"])
+def test_tools_with_a_form_may_be_called(server, client, said):
+    say(server, said)
+    for choice in ask(client, BODY | {"response_format": FORM, "n": 2}):
+        message = choice["message"]
+        assert choice["finish_reason"] == "tool_calls" and message["content"] is None
+        assert len(message["tool_calls"]) == said.count("<tool_call>")
+        for call in message["tool_calls"]:
+            assert json.loads(call["function"]["arguments"]) == {"city": "Rome", "days": 2}
+
+
+@pytest.mark.parametrize(
+    "text", ["sunny", "<tool_call>", CALL[:40].replace("\n", " ").replace('"', "'")]
+)
+def test_an_answer_beside_tools_has_its_form(server, client, text):
+    """Marks of calls within its strings are data."""
+    answer = json.dumps({"said": text})
+    say(server, answer)
+    (choice,) = ask(client, BODY | {"response_format": FORM})
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == answer
+    assert "tool_calls" not in choice["message"]
+
+
+def test_what_is_neither_a_call_nor_of_the_form_is_not_said(server, client):
+    say(server, "It is sunny.")
+    for choice in ask(client, BODY | {"response_format": FORM, "n": 4}):
+        message = choice["message"]
+        if "tool_calls" not in message:
+            assert json.loads(message["content"]).keys() == {"said"}
+
+
+@pytest.mark.parametrize(
+    "constraint", [{"regex": "s/[a-z]+"}, {"choice": ["s/x", "rainy"]}, {"grammar": 'start: "s/x"'}]
+)
+def test_other_constraints_beside_tools(server, client, constraint):
+    for said, is_call in (("s/x", False), (CALL, True)):
+        say(server, said)
+        (choice,) = ask(client, BODY | {"structured_outputs": constraint})
+        assert ("tool_calls" in choice["message"]) is is_call
+        assert is_call or choice["message"]["content"] == "s/x"
+
+
+def test_a_form_has_no_effect_on_a_forced_call(server, client):
+    say(server, '{"said": "no"}')
+    (choice,) = ask(client, BODY | {"response_format": FORM, "tool_choice": "required"})
+    assert choice["message"]["tool_calls"] and choice["message"]["content"] is None
+
+
+def test_a_form_that_cannot_be_kept_beside_tools_is_refused(client):
+    form = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
+    answer = client.post(CHAT, json=BODY | {"response_format": form})
+    is_error(answer, 400, "response_format")

@@ -10,6 +10,7 @@ from scripted import MARK, TEMPLATES, marked_tokenizer
 from serving.server.errors import ServeError
 from serving.server.fields import Function
 from serving.server.grammar import Grammars
+from serving.server.grammar_source import GrammarSource
 from serving.server.pieces import CallArguments, CallBegin, Text
 from serving.server.tool_formats import FORMATS, make_parser
 from serving.server.tool_grammar import call_grammar
@@ -49,9 +50,10 @@ def grammars(tokenizer):
     made.close()
 
 
-def grammar_of(kind, wish, tokenizer, reasoning="none", *, is_inside=False):
+def grammar_of(kind, wish, tokenizer, reasoning="none", *, is_inside=False, answer=None):
     special = {MARK: tokenizer.backend.token_to_id(MARK)}
-    return call_grammar(FORMATS[kind], wish, reasoning, special, is_inside=is_inside)
+    wanted = FORMATS[kind]
+    return call_grammar(wanted, wish, reasoning, special, is_inside=is_inside, answer=answer)
 
 
 def random_output(state, tokenizer, rng, urge="", *, is_cut=False) -> str:
@@ -146,6 +148,28 @@ def test_a_model_may_think_before_it_calls(said, is_inside, is_forced, tokenizer
     assert names == ["get-weather"]
     check("get-weather", arguments)
     assert text == "" or not is_forced
+
+
+ANSWER = GrammarSource("json", json.dumps(SCHEMA | {"additionalProperties": False}))
+
+
+@pytest.mark.parametrize("kind", sorted(FORMATS))
+@pytest.mark.parametrize("reasoning", ["none", "think"])
+def test_an_output_is_calls_or_an_answer_in_its_form(kind, reasoning, tokenizer, grammars):
+    wish = ToolWish((F, Function("g")), most=1)
+    source = grammar_of(kind, wish, tokenizer, reasoning, answer=ANSWER)
+    called, answered = grammars.prepare(source, 2)
+    urge = '{"name": "g", "parameters": {}}' if kind == "llama3_json" else BEGUN[kind]
+    output = random_output(called, tokenizer, random.Random(7), urge)
+    parser = make_parser(FORMATS[kind], wish, "none", is_inside=False, has_form=True)
+    pieces = parser.feed(output) + parser.finish()
+    assert [type(each) for each in pieces[:1]] == [CallBegin]
+    thought = "<think>Hm.</think>\n" if reasoning == "think" else ""
+    begun = thought + ("<|channel|>final<|message|>" if kind == "openai" else "")
+    answer = random_output(answered, tokenizer, random.Random(8), begun + '{"city":')
+    assert answer.startswith(begun)
+    made = json.loads(answer.removeprefix(begun))
+    assert made.keys() <= {"city", "when"} and len(made["city"]) <= 6
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(tokenizer, grammars):
