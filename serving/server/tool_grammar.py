@@ -48,7 +48,8 @@ def call_grammar(
     elif wish.is_forced:
         start = _calls(lark, wanted, wish)
     elif answer is not None:
-        start = f"@answer | {_calls(lark, wanted, wish)}"
+        calls = _bare_calls if wanted.marks.is_bare else _calls
+        start = f"@answer | {calls(lark, wanted, wish)}"
     elif wanted.marks.is_bare:
         start = f"ANSWER | {_calls(lark, wanted, wish)}"
         lark.rules.append(_NO_BRACE)
@@ -113,6 +114,19 @@ def _calls(lark: _Lark, wanted: ToolFormat, wish: ToolWish, begun: str = "") -> 
     return f"{lark.text(opening)} call{more} {lark.text(written.closing)}"
 
 
+def _bare_calls(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
+    """The same without marks, beside an answer that may begin alike: each call is a schema.
+
+    As text, the beginning of a call would be one lexeme, and win over the brace of an answer.
+    """
+    for index, each in enumerate(wish.functions):
+        lark.rules.append(f"call_{index}: %json {_call_schema(each)}")
+    lark.rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(wish.functions))))
+    most = MAX_CALLS if wish.most is None else wish.most
+    more = f" ({lark.text(wanted.written.separator)} call){{0,{most - 1}}}" if most > 1 else ""
+    return f"call{more}"
+
+
 def _triggered(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
     """Return the rule for free text in which an opening mark starts constrained calls."""
     assert wanted.marks is not None
@@ -130,6 +144,17 @@ def _harmony(lark: _Lark, wanted: ToolFormat, wish: ToolWish, answer: str) -> st
     kind = f"({lark.text(' <|constrain|>json')})? " if answer != "TEXT" else ""
     ends += [] if wish.is_forced else [f'{channel} "final" {kind}{message} {answer}']
     return f"({said} {lark.text('<|start|>assistant')})* ({' | '.join(ends)})"
+
+
+def _call_schema(function: Function) -> str:
+    """The schema of a call of Llama 3's format, with the definitions of its arguments on top."""
+    arguments: dict[str, Json] = json.loads(_schema(function))
+    del arguments["x-guidance"]
+    named = {name: arguments.pop(name) for name in ("$defs", "definitions") if name in arguments}
+    properties = {"name": {"const": function.name}, "parameters": arguments}
+    schema = {"type": "object", "properties": properties, "required": [*properties]} | named
+    schema |= {"additionalProperties": False, "x-guidance": {"lenient": not function.strict}}
+    return json.dumps(schema)
 
 
 def _schema(function: Function) -> str:

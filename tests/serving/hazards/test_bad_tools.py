@@ -54,8 +54,8 @@ BAD = [
         for calls in CALLS
     ),
     ({"tools": [tool()], "parallel_tool_calls": "no"}, "parallel_tool_calls"),
-    ({"tools": [tool()], "response_format": {"type": "json_object"}}, "response_format"),
-    ({"tools": [tool()], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ({"tools": [tool()], "response_format": {"type": "json"}}, "response_format"),
+    ({"tools": [tool()], "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ({"tools": [tool()], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),

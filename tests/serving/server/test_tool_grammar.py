@@ -151,6 +151,8 @@ def test_a_model_may_think_before_it_calls(said, is_inside, is_forced, tokenizer
 
 
 ANSWER = GrammarSource("json", json.dumps(SCHEMA | {"additionalProperties": False}))
+NAMED = {"$ref": "#/$defs/Named", "$defs": {"Named": {"type": "object", "required": ["name"]}}}
+NAMED["$defs"]["Named"] |= {"properties": {"name": {"enum": ["f", "x"]}}}
 
 
 @pytest.mark.parametrize("kind", sorted(FORMATS))
@@ -170,6 +172,15 @@ def test_an_output_is_calls_or_an_answer_in_its_form(kind, reasoning, tokenizer,
     assert answer.startswith(begun)
     made = json.loads(answer.removeprefix(begun))
     assert made.keys() <= {"city", "when"} and len(made["city"]) <= 6
+
+
+def test_an_answer_may_begin_as_a_bare_call_does(tokenizer, grammars):
+    function = Function("f", parameters=NAMED)
+    answer = GrammarSource("json", json.dumps(NAMED))
+    source = grammar_of("llama3_json", ToolWish((function,)), tokenizer, answer=answer)
+    outputs = ('{"name": "f"}', '{"name": "x"}', '{"name": "f", "parameters": {"name": "x"}}')
+    for output, state in zip(outputs, grammars.prepare(source, 3), strict=True):
+        assert all(state.accept(id) for id in tokenizer.encode(output, add_special_tokens=False))
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(tokenizer, grammars):
