@@ -12,7 +12,13 @@ import jax
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import validate_request
-from shiftjax.core.request import Event, Request, RequestError, SamplingParams
+from shiftjax.core.request import (
+    Event,
+    Request,
+    RequestError,
+    SamplingParams,
+    TokenConstraint,
+)
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats
@@ -24,6 +30,7 @@ from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
+from shiftjax.text.token_rules import ruled, rules_of
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
 Messages = Seq[Mapping[str, Any]]
@@ -221,8 +228,13 @@ class LLM:
             text, ids = self._encode(prompt)
             name = f"request-{self._num_requests}"
             self._num_requests += 1
-            requests.append((Request(name, ids, params, arrival_seconds=now), text))
+            rules = ruled((), params.n, lambda _, params=params: self._rules(params))
+            request = Request(name, ids, params, arrival_seconds=now, constraints=tuple(rules))
+            requests.append((request, text))
         return requests
+
+    def _rules(self, sampling: SamplingParams) -> list[TokenConstraint]:
+        return rules_of(sampling, self.tokenizer, self.engine.limits.vocab_size)
 
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Deltas:
         places, assemblers = {}, {}

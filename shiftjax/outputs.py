@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shiftjax.core.request import Event, Request, RequestMetrics, TokenLogprobs
+from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams, TokenLogprobs
 from shiftjax.text.detokenizer import IncrementalDetokenizer, StopChecker
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -46,11 +46,14 @@ class RequestOutput:
 class _TextStream:
     """The text of one continuation as it grows."""
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...], visible: frozenset[int]):
+    def __init__(
+        self, tokenizer: Tokenizer | None, sampling: SamplingParams, visible: frozenset[int]
+    ):
+        skips, includes = sampling.skip_special_tokens, sampling.include_stop_str_in_output
         self._detokenizer = tokenizer and IncrementalDetokenizer(
-            tokenizer, continues_prompt=True, visible=visible
+            tokenizer, skips, continues_prompt=True, visible=visible
         )
-        self._stops = StopChecker(stop)
+        self._stops = StopChecker(sampling.stop, includes)
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Return the new final text, and the stop string that has been met, if any."""
@@ -95,7 +98,8 @@ class OutputAssembler:
                 for i in range(sampling.n)
             ],
         )
-        self._streams = [_TextStream(tokenizer, sampling.stop, visible) for _ in range(sampling.n)]
+        self._streams = [_TextStream(tokenizer, sampling, visible) for _ in range(sampling.n)]
+        self._has_stop = sampling.include_stop_str_in_output
         self._stop_sequence = stop_sequence
 
     def apply(self, event: Event) -> str:
@@ -111,7 +115,8 @@ class OutputAssembler:
             output.token_ids.append(token)
             if output.logprobs is not None:
                 output.logprobs.append(event.logprobs[place - 1])
-            if place == len(event.token_ids) and event.stop_token_id is not None:
+            is_stop = place == len(event.token_ids) and event.stop_token_id is not None
+            if is_stop and not self._has_stop:
                 break  # the token that stops is reported, but is no text
             more, matched = stream.push(token)
             text += more

@@ -1,15 +1,19 @@
 """The Python API: what is refused, in which words, and that the engine lives on."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 from engines import checkpoint
 from oracle import numpy_llama
+from tokenizers import decoders, models, pre_tokenizers
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.core.request import RequestError
 from shiftjax.options import ConfigError
+from shiftjax.text.tokenizer import Tokenizer
 from shiftjax.weights.source import CheckpointError
 
 OPTIONS = {
@@ -47,6 +51,7 @@ def tiny():
         ([5], {"max_tokens": 3, "logit_bias": {199: 1.0}}, "199"),
         ([5], {"max_tokens": 3, "allowed_token_ids": [4000]}, "4000"),
         ([5], {"max_tokens": 3, "logprobs": 21}, "20"),
+        ([5], {"bad_words": ["x"]}, "bad_words needs a tokenizer"),
         ("text without a tokenizer", {}, "tokenizer"),
         ({"prompt": "x"}, {}, "prompt_token_ids"),
     ],
@@ -175,3 +180,25 @@ def test_nothing_compiles_after_warm_up(tiny):
     ]
     llm.generate([[i + 3] * (5 * i + 1) for i in range(4)], params)
     assert llm.stats()["compiles_after_warmup"] == before == 0
+
+
+def word_tokenizer(vocab_size: int) -> Tokenizer:
+    """A word for every token: w0, w1 ..."""
+    words = {f"w{number}": number for number in range(vocab_size)}
+    backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+def test_bad_words_do_not_come(tiny, monkeypatch):
+    llm, config, tensors = tiny
+    first, second = numpy_llama.greedy(config, tensors, [5, 6, 7], 2)
+    monkeypatch.setattr(llm, "tokenizer", word_tokenizer(config["vocab_size"]))
+    banned = replace(GREEDY, bad_words=[f"w{first}"])
+    (output,) = llm.generate([[5, 6, 7]], banned)
+    assert first not in output.outputs[0].token_ids
+    banned = replace(GREEDY, bad_words=[f"w{first} w{second}"])
+    (output,) = llm.generate([[5, 6, 7]], banned)
+    found = output.outputs[0].token_ids
+    assert found[0] == first and found[1] != second

@@ -12,7 +12,7 @@ from serving.server.schema import MAX_MESSAGES
 from serving.server.tools import MAX_CALLS, MAX_TOOLS
 from shiftjax.core.sampling_params import PARAMS
 
-OPTIONAL = ("cache_salt", "min_width")
+OPTIONAL = ("cache_salt", "min_width", "truncate_prompt_tokens")
 MESSAGE_OPTIONS = ("name", "tool_call_id", "reasoning_content")
 EMBED_OPTIONS = ("dimensions", "truncate_prompt_tokens", "prompt_name")
 

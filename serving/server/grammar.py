@@ -46,6 +46,8 @@ class GrammarState:
     the output never does: then the matcher is made again, and nothing more is drafted.
     """
 
+    decides_end = True
+
     def __init__(
         self,
         matcher: llguidance.LLMatcher,

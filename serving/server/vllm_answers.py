@@ -1,6 +1,6 @@
 """What vLLM's answers have beside OpenAI's: token ids, and nulls that its clients read. No JAX."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serving.server.fields import ChatFields, GenerationFields
@@ -9,11 +9,9 @@ from serving.server.handle import RequestHandle
 Json = dict[str, Any]
 
 # Of answers that do not stream; what has a value stands over these.
-ANSWER: Mapping[str, None] = dict.fromkeys(
-    ("service_tier", "system_fingerprint", "kv_transfer_params")
-)
-CHOICE: Mapping[str, None] = {"token_ids": None}
-MESSAGE: Mapping[str, None] = dict.fromkeys(("annotations", "audio", "function_call", "reasoning"))
+ANSWER: Json = dict.fromkeys(("service_tier", "system_fingerprint", "kv_transfer_params"))
+CHOICE: Json = {"token_ids": None}
+MESSAGE: Json = dict.fromkeys(("annotations", "audio", "function_call", "reasoning"))
 
 
 def echoed(fields: ChatFields) -> str:

@@ -143,14 +143,22 @@ def _check_sampling(sampling: SamplingParams, limits: RequestLimits) -> None:
 def _check_constraints(request: Request) -> None:
     """One per continuation, and nothing beside them that could leave no token to choose."""
     sampling, num = request.sampling, len(request.constraints)
+    if sampling.bad_words and not num:
+        raise RequestError("bad_words needs a tokenizer, which is not here.", "bad_words")
     if not num:
         return
     if num != sampling.n:
         message = f"There are {num} constraints for {sampling.n} continuations."
         raise RequestError(message, "constraints")
-    for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
-        if getattr(sampling, name):
-            raise RequestError(f"{name} cannot be combined with structured output.", name)
+    if not all(each.mask.any() for each in request.constraints):
+        raise RequestError("The constraints leave no token to begin with.", "constraints")
+    if any(each.decides_end for each in request.constraints):
+        for name in ("min_tokens", "ignore_eos", "allowed_token_ids"):
+            if getattr(sampling, name):
+                raise RequestError(f"{name} cannot be combined with structured output.", name)
+    if sampling.allowed_token_ids:
+        words = "allowed_token_ids cannot be combined with bad_words"
+        raise RequestError(f"{words}: leave them out of it.", "allowed_token_ids")
 
 
 def _check_in_vocabulary(whose: str, token: int, field: str, limits: RequestLimits) -> None:

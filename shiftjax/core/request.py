@@ -49,6 +49,7 @@ class TokenConstraint(Protocol):
     """What the next token of one continuation may be, say by a grammar. Has a state of its own."""
 
     mask: np.ndarray  # [ceil(vocab / 32)] uint32; bit t % 32 of word t // 32: token t is allowed
+    decides_end: bool  # an output ends where this allows it: no parameter may forbid an end
 
     def accept(self, token_id: int) -> bool:
         """Move on by a sampled token and renew `mask`; False if no token can follow."""

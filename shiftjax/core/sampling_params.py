@@ -17,6 +17,8 @@ MAX_ALLOWED_TOKENS = 1024
 MAX_STOP_TOKENS = 128
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARACTERS = 256
 MIN_TEMPERATURE = 1e-8  # below it logits / temperature leaves float32: that is greedy
 
 
@@ -162,21 +164,29 @@ def _logit_bias(value: Any) -> dict[int, float]:
     return {token(key): bias(entry) for key, entry in value.items()}
 
 
-def _stop(value: Any) -> tuple[str, ...]:
-    strings = [value] if isinstance(value, str) else value
-    if value is None or not isinstance(strings, (list, tuple)):
-        raise ValueError(f"must be a string or a list of strings, not {_shown(value)}")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise ValueError(f"must have at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
-    for text in strings:
-        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARACTERS:
-            raise ValueError(
-                f"entries must be strings of 1 to {MAX_STOP_CHARACTERS} characters, "
-                f"not {_shown(text)}"
-            )
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise ValueError("entries must be valid Unicode, without lone surrogates")
-    return tuple(strings)
+def _texts(most: int, longest: int) -> Callable[[Any], tuple[str, ...]]:
+    def check(value: Any) -> tuple[str, ...]:
+        strings = [value] if isinstance(value, str) else value
+        if value is None or not isinstance(strings, (list, tuple)):
+            raise ValueError(f"must be a string or a list of strings, not {_shown(value)}")
+        if len(strings) > most:
+            raise ValueError(f"must have at most {most} strings, not {len(strings)}")
+        for text in strings:
+            if not isinstance(text, str) or not 0 < len(text) <= longest:
+                words = f"entries must be strings of 1 to {longest} characters"
+                raise ValueError(f"{words}, not {_shown(text)}")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("entries must be valid Unicode, without lone surrogates")
+        return tuple(strings)
+
+    return check
+
+
+def _bad_words(value: Any) -> tuple[str, ...]:
+    words = _texts(MAX_BAD_WORDS, MAX_BAD_WORD_CHARACTERS)(value)
+    if any(word.isspace() for word in words):
+        raise ValueError("entries must not be white space alone")
+    return words
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -264,7 +274,12 @@ class SamplingParams:
         "so many output tokens come before any end-of-sequence or stop id",
         apis=(HTTP, DIALECTS),
     )
-    stop: tuple[str, ...] = _param((), _stop, "texts that end the output", apis=(HTTP,))
+    stop: tuple[str, ...] = _param(
+        (),
+        _texts(MAX_STOP_STRINGS, MAX_STOP_CHARACTERS),
+        "texts that end the output",
+        apis=(HTTP,),
+    )
     stop_token_ids: tuple[int, ...] = _param(
         (),
         _token_ids(MAX_STOP_TOKENS, empty=True),
@@ -273,6 +288,24 @@ class SamplingParams:
     )
     ignore_eos: bool = _param(
         False, _boolean, "go on behind an end-of-sequence id", apis=(HTTP, DIALECTS)
+    )
+    bad_words: tuple[str, ...] = _param(
+        (), _bad_words, "words that do not come in the output", apis=(HTTP, DIALECTS)
+    )
+    include_stop_str_in_output: bool = _param(
+        False,
+        _boolean,
+        "end the text behind the stop string or the stop id, not before it",
+        apis=(HTTP, DIALECTS),
+    )
+    skip_special_tokens: bool = _param(
+        True, _boolean, "leave special tokens out of the text", apis=(HTTP, DIALECTS)
+    )
+    spaces_between_special_tokens: bool = _param(
+        True,
+        _boolean,
+        "no effect: between special tokens there is what the tokenizer has there",
+        apis=(HTTP, DIALECTS),
     )
     logprobs: int | None = _param(
         None,

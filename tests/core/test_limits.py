@@ -8,6 +8,28 @@ import pytest
 from shiftjax.core.limits import RequestLimits, validate_request
 from shiftjax.core.request import Request, RequestError, SamplingParams, derive_seed
 from shiftjax.core.sampling_params import SamplingError
+from shiftjax.text.token_rules import BannedWords
+
+
+class Ends(BannedWords):
+    """Allows all, and decides the end."""
+
+    decides_end = True
+
+    def __init__(self):
+        super().__init__([], 100)
+
+
+class Nothing(BannedWords):
+    """Allows nothing."""
+
+    def __init__(self):
+        super().__init__([[token] for token in range(100)], 100)
+
+
+def ruled(*constraints: BannedWords, **sampling) -> Request:
+    return Request("r", [1], SamplingParams(**sampling), constraints=constraints)
+
 
 LIMITS = RequestLimits(
     vocab_size=100, max_model_len=32, num_kv_tokens=24, max_logprobs=5, eos_token_ids=(2, 3)
@@ -164,8 +186,11 @@ def test_bad_requests_get_one_sentence(bad, problem):
         (request(stop_token_ids=[100]), "stop_token_ids", None),
         (request(prompt_logprobs=6), "prompt_logprobs", None),
         (request(min_tokens=1, allowed_token_ids=[2, 3]), "min_tokens", None),
-        (Request("r", [1], SamplingParams(ignore_eos=True), constraints=(1,)), "ignore_eos", None),
-        (Request("r", [1], constraints=(1, 2)), "constraints", None),
+        (ruled(Ends(), ignore_eos=True), "ignore_eos", None),
+        (ruled(Ends(), Ends()), "constraints", None),
+        (ruled(Nothing()), "constraints", None),
+        (ruled(BannedWords([[1]], 100), allowed_token_ids=[1]), "allowed_token_ids", None),
+        (request(bad_words=["x"]), "bad_words", None),
         (request(name=""), "request_id", None),
         (request(salt="\n"), "cache_salt", None),
         (request(priority=2**40), "priority", None),

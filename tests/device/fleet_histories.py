@@ -30,6 +30,8 @@ Named = dict[tuple[str, int], list[Event]]
 class Counting:
     """A constraint: number i of the output must leave i % 3 when it is divided by 3."""
 
+    decides_end = True
+
     def __init__(self):
         self.num, self.mask = 0, self._mask(0)
 

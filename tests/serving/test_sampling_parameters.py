@@ -40,7 +40,7 @@ NOT_IN = {
 FITTING: Mapping[type, tuple[Any, ...]] = {
     float: (0.5, 1.5, 7.0),
     int: (2, 1, 7),
-    bool: (True,),
+    bool: (True, False),
     Mapping: ({"5": 2.0},),
     tuple: ([3], ["x"]),
 }

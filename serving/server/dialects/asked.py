@@ -87,7 +87,8 @@ def _plainer(error: ServeError) -> ServeError:
 
 def wish_of(chat: Json, body: Extras, told: Told, names: Mapping[str, str]) -> Asked:
     """The wish of a chat whose fields, where None, were not given. `names` as in `renamed`."""
-    chat = chat | {name: getattr(body, name) for name in Extras.__struct_fields__}
+    extras = {name: getattr(body, name) for name in Extras.__struct_fields__}
+    chat |= {name: value for name, value in extras.items() if value is not None}
     wish = read_chat({name: value for name, value in chat.items() if value is not None})
     parts: Json = {each.name: getattr(wish, each.name) for each in dataclasses.fields(wish)}
     parts |= told._asdict() | {"effort_name": names["reasoning_effort"]}

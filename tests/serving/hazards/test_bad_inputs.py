@@ -149,7 +149,8 @@ def test_bad_chats(client, body, param):
         ({"prompt": "x", "suffix": "y"}, "suffix"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "typical_p": 0.5}, "typical_p"),
-        ({"prompt": "x", "bad_words": ["a"]}, "bad_words"),
+        ({"prompt": "x", "bad_words": ["a", " "]}, "bad_words"),
+        ({"prompt": "x", "bad_words": ["a"], "allowed_token_ids": [3]}, "allowed_token_ids"),
         ({"prompt": "x", "lora": "a"}, "lora"),
         ({"prompt": "x", "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
         ({"prompt": "x", "max_completion_tokens": -1}, "max_completion_tokens"),
@@ -183,7 +184,7 @@ def test_bad_combinations(client, body, param):
         ({}, "prompt"),
         ({"prompt": "x", "chat_template_kwargs": {}}, "chat_template_kwargs"),
         ({"prompt": "x", "add_generation_prompt": False}, "add_generation_prompt"),
-        ({"messages": USER, "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "x", "continue_final_message": True}, "continue_final_message"),
         ({"messages": USER, "tools": [{}]}, "tools"),
     ],
 )

@@ -84,6 +84,26 @@ def test_a_chat(stub):
     assert len(once.completions[0].logprobs[0].top) == 2
 
 
+def test_fields_of_prompts_and_texts(stub):
+    asked = request("abcdefgh", seed=3, max_tokens=20, ignore_eos=True)
+    plain = stub.GenerateOnce(asked)
+    asked.truncate_prompt_tokens = 3
+    cut = stub.GenerateOnce(asked)
+    assert (plain.usage.prompt_tokens, cut.usage.prompt_tokens) == (8, 3)
+    text = next(c for c in cut.completions[0].text if c.isascii() and c.isprintable())
+    asked.sampling.bad_words.append(text)
+    assert text not in stub.GenerateOnce(asked).completions[0].text
+    asked.sampling.ClearField("bad_words")
+    asked.sampling.stop.append(text)
+    asked.sampling.include_stop_str_in_output = True
+    assert stub.GenerateOnce(asked).completions[0].text.endswith(text)
+    said = [pb.Message(role="user", content="hi"), pb.Message(role="assistant", content="So")]
+    options = '{"continue_final_message": true}'
+    chat = pb.Chat(messages=said, template_variables_json=options)
+    ids = stub.Tokenize(pb.TokenizeRequest(chat=chat)).token_ids
+    assert len(ids) == len("user: hi\nassistant: So")
+
+
 def test_scores(stub):
     ids = pb.TokenIds(ids=[5, 104, 105])
     score = stub.Score(pb.ScoreRequest(token_ids=ids, num_top=1))

@@ -76,7 +76,6 @@ def test_special_tokens_can_be_left_out(client, add):
         (COMPLETION, {"use_beam_search": 0}, "use_beam_search"),
         (COMPLETION, {"guided_json": {"type": "object"}}, "guided_json"),
         (COMPLETION, {"regex": "a"}, "regex"),
-        (COMPLETION, {"spaces_between_special_tokens": False}, "spaces_between_special_tokens"),
         (COMPLETION, {"top_logprobs": 3}, "top_logprobs"),
         (COMPLETION, {"messages": USER}, "messages"),
         (COMPLETION, {"reasoning_effort": "low"}, "reasoning_effort"),
