@@ -21,7 +21,7 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
-from shiftjax.sim.estimate import Estimate, Workload, estimate
+from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate
 from shiftjax.sim.experiments import (
     SYNTHETIC,
     as_text,
@@ -84,16 +84,18 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         print(f"\nnothing is recommended: no deployment has room for a request of {total}")
         return 1
     best, reason = recommended
-    policy = f"--shift-threshold {best.threshold}"
-    if target.machine.num_hosts > 1:  # modes between sum inside hosts, which no threshold chooses
-        policy = "--policy cost"
+    policy = f" --shift-threshold {best.threshold}" if best.sp > 1 else ""
+    if (
+        best.sp > 1 and target.machine.num_hosts > 1
+    ):  # modes between sum inside hosts, which no threshold chooses
+        policy = " --policy cost"
     groups = f"--dp {best.dp} " if best.dp > 1 else ""
-    print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp} {policy}")
+    print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp}{policy}")
     print(reason)
     more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
     for words in filter(None, (*more, stages_in_words(estimates))):
         print(words)
-    fleets = _fleets(target, workload, settings, options)
+    fleets = _fleets(target, workload, settings, options, estimates)
     compiled, kernels = _compile(target, to_compile, workload)
     if arguments.out:
         report = _plan_report(target, estimates, arguments.out)
@@ -145,13 +147,19 @@ def _origin(machine: Machine) -> str:
     """Where the constants of a machine are from."""
     if machine.measured:
         return f"measured by {machine.measured}"
+    if machine.published:
+        return "published figures alone; what kernels reach of them is H100's, not measured here"
     return "predicted, from data sheets and what others have measured"
 
 
 def _fleets(
-    target: Target, workload: Workload, settings: Mapping[str, Any], options: FleetOptions
+    target: Target,
+    workload: Workload,
+    settings: Mapping[str, Any],
+    options: FleetOptions,
+    others: Sequence[Estimate],
 ) -> list[dict[str, Any]]:
-    """Print fleets of every unit size, and which one to take; their rows."""
+    """Print fleets of every unit size, and the one of most tokens beside `others`; their rows."""
     estimates = fleet_estimates(target, workload, options, **settings)
     rows = [one.row() for one in estimates]
     if not rows:
@@ -160,9 +168,24 @@ def _fleets(
     print(as_text(rows))
     fitting = [one for one in estimates if one.widest.fits]
     if fitting:
-        best = max(fitting, key=lambda one: one.by_width[one.best].tokens_per_second)
-        print(f"\nof fleets, --fleet --tp {best.deployment.tp} has most tokens per second")
+        best = max(fitting, key=_most_tokens)
+        words = f"of fleets, --fleet --tp {best.deployment.tp} has most tokens per second"
+        print(f"\n{words}, {_most_tokens(best):,.0f}{_beside(others)}")
     return rows
+
+
+def _beside(others: Sequence[Estimate]) -> str:
+    """What the best deployment has that stays as it is, to end a sentence about fleets."""
+    fitting = [one for one in others if one.fits]
+    if not fitting:
+        return ""
+    best = max(fitting, key=lambda one: one.tokens_per_second)
+    return f"; without --fleet {best.deployment.name.strip()} has {best.tokens_per_second:,.0f}"
+
+
+def _most_tokens(fleet: FleetEstimate) -> float:
+    """Per second, in the width of which that is most."""
+    return fleet.by_width[fleet.best].tokens_per_second
 
 
 def _to_compile(

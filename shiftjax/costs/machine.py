@@ -72,6 +72,8 @@ class Machine:
     devices_per_host: int = 0  # 0: all of them
     # Between hosts, of each device by an adapter of its own, while all use theirs; (): not known.
     network: tuple[Transfer, ...] = ()
+    most_hosts: int = 0  # that the network joins; 0: it does not say
+    published: bool = False  # figures of vendors alone: what kernels reach is another machine's
     measured: str = ""  # by what, on which devices, when; "": constants are from elsewhere
 
     @property

@@ -42,6 +42,13 @@ MACHINE_OF_DEVICE = MappingProxyType(
         "NVIDIA A10": "a10x8",
         "NVIDIA A10G": "a10x8",
         "NVIDIA L4": "l4x8",
+        "NVIDIA L40S": "l40sx8",
+        "NVIDIA B200": "b200x8",
+        "NVIDIA B300 SXM6 AC": "b300x8",
+        "NVIDIA GB200": "gb200x4",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000x8",
+        "AMD Instinct MI300X": "mi300x8",
+        "AMD Instinct MI355X": "mi355x8",
     }
 )
 """Machines by JAX's `device_kind`."""
@@ -84,6 +91,10 @@ def load_machine(name: str, hosts: int | None = None) -> Machine:
     if machine.num_hosts > 1 and not machine.network:
         words = "has no network between hosts: add it to a file of it, or use one host"
         raise ConfigError([f"the machine {name} {words}"])
+    if 0 < machine.most_hosts < machine.num_hosts:
+        most = machine.over(machine.most_hosts).num_devices
+        words = f"has at most {machine.most_hosts} hosts, which are {most} devices"
+        raise ConfigError([f"the machine {name} {words}: {machine.num_hosts} hosts are too many"])
     return machine
 
 
@@ -274,6 +285,7 @@ def renewed(
             data[constant] = ({ANY: old} if "value" in old else old) | each
         else:
             data[constant] = _renewed(value, unit, source)
+    data.pop("published", None)
     return yaml.safe_dump(data | {"measured": measured}, sort_keys=False, width=110)
 
 

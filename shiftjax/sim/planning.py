@@ -118,10 +118,14 @@ def recommend(target: Target, workload: Workload, **budgets: Any) -> tuple[Deplo
     reason = (
         f"TP {tp} is the least whose share of the weights ({weights:.1f} GB of "
         f"{target.machine.memory_bytes / 1e9:.0f} GB) leaves room for KV "
-        f"({memory.num_kv_tokens:,} tokens); SP takes the rest ({shifting.sp}), because what it "
-        f"moves per token shrinks with SP. Steps of up to {threshold} tokens are quicker in SHIFT."
+        f"({memory.num_kv_tokens:,} tokens)"
     )
-    return replace(shifting, threshold=threshold), reason
+    if shifting.sp > 1:
+        reason += (
+            f"; SP takes the rest ({shifting.sp}), because what it moves per token shrinks with "
+            f"SP. Steps of up to {threshold} tokens are quicker in SHIFT"
+        )
+    return replace(shifting, threshold=threshold), f"{reason}."
 
 
 # ------------------------------------------------------------------ several hosts

@@ -1,5 +1,6 @@
 """Machine and engine files: all that come with the package, and what is refused."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from shiftjax.costs.machine_files import (
     load_machine,
     machine_names,
     machine_of,
+    renewed,
 )
 from shiftjax.options import ConfigError
 
@@ -30,7 +32,8 @@ WAYS = (
     "from_host",
     "network",
 )
-GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"}
+PUBLISHED = {"b200x8", "b300x8", "gb200x4", "rtxpro6000x8", "l40sx8", "mi300x8", "mi355x8"}
+GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"} | PUBLISHED
 
 
 def test_every_machine_and_engine_loads():
@@ -58,6 +61,41 @@ def test_every_constant_has_a_unit_that_fits_its_name():
             for end, units in ends.items():
                 assert not key.endswith(end) or node["unit"] in units, (name, key)
         assert {node["unit"] for node in data["matmul_flops"].values()} <= {"TFLOP/s", "FLOP/s"}
+
+
+def test_what_nobody_has_measured_is_said_and_is_that_of_h100():
+    h100 = load_machine("h100x8")
+    for name in machine_names():
+        machine = load_machine(name)
+        assert machine.published == (name in PUBLISHED)
+        if machine.published:
+            shares = [field.name for field in fields(machine) if "efficiency" in field.name]
+            assert len(shares) == 5
+            for share in (*shares, "attention_seconds", "tile_seconds", "product_seconds"):
+                assert getattr(machine, share) == getattr(h100, share), (name, share)
+            text = (MACHINES / f"{name}.yaml").read_text()
+            assert text.startswith("# Published figures alone") and "measured:" not in text
+
+
+def test_links_are_no_quicker_than_their_data_sheets():
+    """GB/s of a device in one direction, of all its links together."""
+    limits = {"b200x8": 900, "b300x8": 900, "gb200x4": 900, "mi300x8": 448, "mi355x8": 538}
+    limits |= {"rtxpro6000x8": 63, "l40sx8": 31.5, "h100x8": 450, "h200x8": 477}
+    for name, limit in limits.items():
+        machine = load_machine(name)
+        links = (machine.all_reduce, machine.all_to_all, machine.all_gather, machine.point_to_point)
+        for way in (way for ways in links for way in ways):
+            assert way.bytes_per_second <= limit * 1e9, name
+
+
+def test_a_rack_has_so_many_hosts_and_no_more(tmp_path):
+    rack = load_machine("gb200x4", 18)
+    assert (rack.num_devices, rack.num_hosts, rack.one_host.num_devices) == (72, 18, 4)
+    with pytest.raises(ConfigError, match="at most 18 hosts, which are 72 devices"):
+        load_machine("gb200x4", 19)
+    path = tmp_path / "rack.yaml"
+    path.write_text(dump_machine(load_machine("gb200x4"), "a test"))
+    assert load_machine(str(path), 18) == rack
 
 
 def test_units_become_si():
@@ -167,6 +205,14 @@ def test_a_machine_with_a_constant_of_nonsense_loads_or_is_refused(tmp_path_fact
     else:
         Path(file).write_text(dump_machine(machine, "a test"))
         assert load_machine(file) == machine
+
+
+def test_who_measures_a_machine_has_more_than_published_figures(tmp_path):
+    path = tmp_path / "measured.yaml"
+    path.write_text(renewed("b200x8", {"matmul_efficiency": 0.7}, "a test", "a test, today"))
+    machine = load_machine(str(path))
+    assert (machine.published, machine.measured) == (False, "a test, today")
+    assert machine.matmul_efficiency == 0.7
 
 
 def test_unknown_names_are_refused_with_the_near_ones():

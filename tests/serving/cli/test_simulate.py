@@ -2,14 +2,17 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from oracle import quantised_files
+from spent import quick
 
 from serving.cli.main import main
+from shiftjax.costs.machine_files import load_machine, machine_names
 
 SYNTHETIC = ("mesh", "simulate", "--trace", "poisson")
 SMALL = ("--set", "rate=2", "--set", "seconds=5", "--set", "prompt_tokens=500")
@@ -35,6 +38,31 @@ def test_plan_says_what_it_took_by_default(capsys):
         "llama-3.3-70b (bfloat16, KV fp8) on h200x8 (host: 2,048 GiB, 50 GB/s a"
     )
     assert "1000 prompt and 250 output tokens" in first
+
+
+@pytest.mark.parametrize("machine", quick(machine_names(), "b200x8", "gb200x4"))
+def test_every_machine_plans_and_says_where_its_constants_are_from(capsys, machine):
+    model = "tiny" if machine == "cpu" else "llama-70b"
+    assert main(["plan", "--model", model, "--dtype", "fp8", "--machine", machine]) == 0
+    out = capsys.readouterr().out
+    published = "published figures alone; what kernels reach of them is H100's" in out
+    assert published == load_machine(machine).published
+    best = re.search(r"of fleets, --fleet --tp \d has most tokens per second, ([\d,]+); (.*)", out)
+    table, _, fleets = out.partition("recommended: ")
+    rates = [
+        float(line.split()[-1].replace(",", "")) for line in table.splitlines() if " True" in line
+    ]
+    of_fleets = [line for line in fleets.splitlines() if line.startswith("fleet:")]
+    assert best is not None and any(f" {best[1]} " in line for line in of_fleets)
+    assert best[2].endswith(f" has {max(rates):,.0f}") and best[2].startswith("without --fleet ")
+
+
+def test_a_recommendation_without_sp_speaks_of_no_shift(capsys):
+    assert main(["plan", "--model", "llama-70b", "--machine", "l40sx8"]) == 0
+    _, _, after = capsys.readouterr().out.partition("recommended: ")
+    first, reason, *_ = after.splitlines()
+    assert first == "--sp 1 --tp 8"
+    assert "TP 8 is the least" in reason and "SHIFT" not in reason
 
 
 ADVICE = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", "500")
