@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serving.server.errors import ServeError, invalid
+from serving.server.tools import with_objects
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.errors import ChatRequestError, ChatTemplateError
 from shiftjax.text.tokenizer import Tokenizer
@@ -63,7 +64,12 @@ class Texts:
         plain = [_with_content(message) for message in messages]
 
         def work() -> list[int]:
-            return encode_chat(tokenizer, plain, template=self._template, **variables)
+            try:
+                return encode_chat(tokenizer, plain, template=self._template, **variables)
+            except (ChatRequestError, ChatTemplateError):
+                if (again := with_objects(plain)) is None:
+                    raise
+            return encode_chat(tokenizer, again, template=self._template, **variables)
 
         try:
             return await self._in_thread(work)

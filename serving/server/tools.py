@@ -106,7 +106,7 @@ def written_tools(functions: Sequence[Function]) -> list[Json]:
 
 class _CalledFunction(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Json] = ""
+    arguments: str | dict[str, Json] | None = None
 
 
 class _Call(msgspec.Struct):
@@ -116,7 +116,10 @@ class _Call(msgspec.Struct):
 
 
 def read_calls(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]]:
-    """The messages as templates expect them: the arguments of calls are objects, not JSON text."""
+    """The messages as templates expect them: the arguments of calls are objects, not JSON text.
+
+    Arguments that are no object as JSON stay the text that they are.
+    """
     return [_with_calls(message, index) for index, message in enumerate(messages)]
 
 
@@ -146,14 +149,41 @@ def _call(value: Json, place: str) -> dict[str, Json]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _arguments(value: str | dict[str, Json], place: str) -> dict[str, Json]:
-    """The object that JSON text is; empty text is an empty one."""
+def _arguments(value: str | dict[str, Json] | None, place: str) -> str | dict[str, Json]:
+    """The object that JSON text is; empty text is an empty one.
+
+    What is none stays text: a model's own arguments that `max_tokens` has cut come back, too.
+    """
     try:
-        found = msgspec.json.decode(value or "{}") if isinstance(value, str) else value
+        found = msgspec.json.decode(value or "{}") if not isinstance(value, dict) else value
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError):
         found = None
     if not isinstance(found, dict):
-        raise invalid(place, "must be a JSON object, as text")
+        assert isinstance(value, str)  # as null is empty
+        return value
     if is_deeper(found, MAX_DEPTH):
         raise invalid(place, f"must be nested at most {MAX_DEPTH} deep")
     return found
+
+
+def with_objects(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]] | None:
+    """The messages for a template that only reads objects: arguments that are text are in one.
+
+    None: there are no such arguments.
+    """
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    if not any(isinstance(call["function"]["arguments"], str) for call in calls):
+        return None
+    return [_with_objects(message) for message in messages]
+
+
+def _with_objects(message: dict[str, Json]) -> dict[str, Json]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function = function | {"arguments": {"arguments": function["arguments"]}}
+        calls.append(call | {"function": function})
+    return message | {"tool_calls": calls}

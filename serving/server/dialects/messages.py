@@ -38,7 +38,7 @@ class ToolUseBlock(_Block, tag="tool_use"):
 
     id: str
     name: str
-    input: Json
+    input: Json | str  # text where it was cut
     caller: Json | None = None
     toolset_name: str | None = None
 
@@ -283,7 +283,8 @@ def _assistant(blocks: list[Any]) -> Json:
 
 
 def _call(block: ToolUseBlock) -> Json:
-    arguments = msgspec.json.encode(block.input).decode()
+    is_text = isinstance(block.input, str)
+    arguments = block.input if is_text else msgspec.json.encode(block.input).decode()
     function = {"name": block.name, "arguments": arguments}
     return {"id": block.id, "type": "function", "function": function}
 

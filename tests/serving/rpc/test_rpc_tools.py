@@ -168,7 +168,7 @@ DEEP = '{"a":' * 40 + "1" + "}" * 40
         (chat(function="other"), "tool_choice.function.name"),
         (pb.GenerateRequest(text="x", function="f"), "tool_choice"),
         (
-            chat(pb.Message(role="assistant", tool_calls=[pb.ToolCall(arguments_json="{")])),
+            chat(pb.Message(role="assistant", tool_calls=[pb.ToolCall(arguments_json=DEEP)])),
             "messages[1].tool_calls[0].function.arguments",
         ),
         (
