@@ -35,11 +35,12 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How layers of one kind attend: how far back, and with which rotary positions."""
+    """How layers of one kind attend: how far back, and with which rotary positions, if any."""
 
     sliding_window: int | None = None
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    has_rope: bool = True
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,16 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on q and k before rope, over head_dim (Qwen3)
     wide_qk_norm: bool = False  # over all heads together instead (OLMo 2)
+    qk_norm_by_head: bool = False  # over head_dim, but each head has weights of its own (Cohere)
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     norm_in_float32: bool = False  # and are rounded after the weight is applied, not before
+    norm_centred: bool = False  # the mean is subtracted first: LayerNorm without a bias (Cohere)
+    parallel_block: bool = False  # attention and MLP read the same norm of the residual (Cohere)
     activation: Activation = "silu"  # of the MLP's gate, and of experts'
     scaled_embedding: bool = False  # times the square root of hidden_size (Gemma)
+    embedding_scale: float = 1.0  # embeddings times this (Granite)
+    residual_scale: float = 1.0  # what attention and MLP add to the residual, times this (Granite)
+    logit_scale: float = 1.0  # logits times this (Granite, Cohere)
     query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # cap * tanh(score / cap) (Gemma 2)
     logit_soft_cap: float | None = None  # the same of logits
@@ -220,7 +227,8 @@ class ModelConfig:
     @property
     def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
         """The distinct rotary embeddings of its layers: theta and scaling."""
-        return tuple(dict.fromkeys((kind.rope_theta, kind.rope_scaling) for kind in self.kinds))
+        kinds = (kind for kind in self.kinds if kind.has_rope)
+        return tuple(dict.fromkeys((kind.rope_theta, kind.rope_scaling) for kind in kinds))
 
     @property
     def attention_scale(self) -> float:

@@ -12,6 +12,12 @@ _GEMMA = {
     "scaled_embedding": True,
 }
 _OLMO = {"qk_norm": True, "wide_qk_norm": True}
+_COHERE = {
+    "norm_centred": True,
+    "norm_in_float32": True,
+    "parallel_block": True,
+    "rope_interleaved": True,
+}
 _GPT_OSS = {"norm_in_float32": True, "attention_sinks": True, "activation": "clamped_swiglu"}
 
 
@@ -35,12 +41,21 @@ DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "gemma2": Decoder("Gemma2ForCausalLM", _GEMMA),
         "gemma3_text": Decoder("Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}),
         "olmo2": Decoder("Olmo2ForCausalLM", _OLMO | {"norm_in_float32": True}),
+        "olmo3": Decoder("Olmo3ForCausalLM", _OLMO | {"norm_in_float32": True}),
         "olmoe": Decoder("OlmoeForCausalLM", _OLMO),
         "phi3": Decoder("Phi3ForCausalLM"),
         "glm": Decoder("GlmForCausalLM", {"rope_interleaved": True}),
         "glm4": Decoder("Glm4ForCausalLM", {"rope_interleaved": True}),
         "glm4_moe": Decoder("Glm4MoeForCausalLM"),
         "gpt_oss": Decoder("GptOssForCausalLM", _GPT_OSS),
+        "seed_oss": Decoder("SeedOssForCausalLM"),
+        "granite": Decoder("GraniteForCausalLM"),
+        "ernie4_5": Decoder("Ernie4_5ForCausalLM", {"rope_interleaved": True}),
+        "smollm3": Decoder("SmolLM3ForCausalLM"),
+        "exaone4": Decoder("Exaone4ForCausalLM", {"qk_norm": True}),
+        "minimax_m2": Decoder("MiniMaxM2ForCausalLM", _OLMO),
+        "cohere": Decoder("CohereForCausalLM", _COHERE),
+        "cohere2": Decoder("Cohere2ForCausalLM", _COHERE),
     }
 )
 """By the `model_type` of a `config.json`, which is `ModelConfig.architecture`, too."""

@@ -22,7 +22,7 @@ LSTM_GATES = ("forget", "input", "output", "cell")
 EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a tensor for each
 
 
-Plain = Literal["matrix", "table", "norm", "bias", "correction"]
+Plain = Literal["matrix", "table", "norm", "head_norm", "bias", "correction"]
 Kind = Plain | Literal["codes", "scale", "input_scale", "kv_scale"]
 
 
@@ -32,9 +32,9 @@ class Weight(NamedTuple):
     The dimension that devices split comes first, so that a shard is contiguous. Checkpoints hold
     every matrix as `[out, in]`, so one whose input is split is `transposed`.
 
-    A `table` is the embedding or the LM head; a `correction` is float32 in every format. `codes`
-    are a quantised matrix, `scale` what they are in units of and `input_scale` what its inputs are
-    (`parallel/stored.py`).
+    A `table` is the embedding or the LM head; a `head_norm` is a norm that checkpoints have as
+    `[heads, head_dim]`; a `correction` is float32 in every format. `codes` are a quantised matrix,
+    `scale` what they are in units of and `input_scale` what its inputs are (`parallel/stored.py`).
     """
 
     name: str  # the path to it in its module: layers.0.attention.q
@@ -79,6 +79,8 @@ class Weight(NamedTuple):
         if self.axes[0] == "experts":
             experts = map(self.of_expert, range(self.shape[0]))
             return {name: shape for one in experts for name, shape in one.tensors.items()}
+        if self.kind == "head_norm":
+            return {self.source: self.shape}
         if self.kind in ("norm", "bias", "correction"):
             return {self.source: (self.num_elements,)}
         shape = (math.prod(self.shape[:-1]), self.shape[-1])
@@ -93,6 +95,11 @@ _NORMS_AROUND = {
     "mlp_norm": "pre_feedforward_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
+_NORMS_AFTER = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_NORM_OF_BLOCK = {"input_norm": "input_layernorm"}
 NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "gemma2": _NORMS_AROUND,
@@ -103,10 +110,8 @@ NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "mlp_norm": "post_attention_layernorm",
             "mlp_out_norm": "post_mlp_layernorm",
         },
-        "olmo2": {
-            "attention_out_norm": "post_attention_layernorm",
-            "mlp_out_norm": "post_feedforward_layernorm",
-        },
+        **dict.fromkeys(("olmo2", "olmo3", "exaone4"), _NORMS_AFTER),
+        **dict.fromkeys(("cohere", "cohere2"), _NORM_OF_BLOCK),
     }
 )
 
@@ -190,14 +195,16 @@ def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Wei
 
 
 def _qk_norms(config: ModelConfig) -> Iterator[Weight]:
-    """The norms of queries and keys: one for each head of a device, or of what all heads are."""
+    """The norms of queries and keys: one that all heads share, or weights of each head."""
     for name, axis, num_heads in (
         ("q", "heads", config.num_heads),
         ("k", "kv_heads", config.num_kv_heads),
     ):
         norm = _norm(f"attention.{name}_norm", config.head_dim, f"self_attn.{name}_norm")
-        if config.wide_qk_norm:
+        if config.wide_qk_norm or config.qk_norm_by_head:
             norm = norm._replace(shape=(num_heads, config.head_dim), axes=(axis, None))
+        if config.qk_norm_by_head:
+            norm = norm._replace(kind="head_norm")
         yield norm
 
 
@@ -210,16 +217,21 @@ class ExpertNames(NamedTuple):
     up: str
     down: str
     shared: str = "mlp.shared_expert"
+    correction: str = ""  # as usual: beside the router's weight
 
 
 _QWEN_EXPERTS = ExpertNames("mlp.gate", f"mlp.experts.{EACH}", "gate_proj", "up_proj", "down_proj")
+_MIXTRAL_EXPERTS = ExpertNames(
+    "block_sparse_moe.gate", f"block_sparse_moe.experts.{EACH}", "w1", "w3", "w2"
+)
 EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_EXPERTS),
         "glm4_moe": _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
         "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
-        "mixtral": ExpertNames(
-            "block_sparse_moe.gate", f"block_sparse_moe.experts.{EACH}", "w1", "w3", "w2"
+        "mixtral": _MIXTRAL_EXPERTS,
+        "minimax_m2": _MIXTRAL_EXPERTS._replace(
+            correction="block_sparse_moe.e_score_correction_bias"
         ),
     }
 )
@@ -249,7 +261,7 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
         source, axes = f"{names.router}.bias", (None,)
         yield Weight("mlp.router_bias", (experts.num,), axes, source, "bias")
     if experts.has_correction:
-        source = f"{names.router}.e_score_correction_bias"
+        source = names.correction or f"{names.router}.e_score_correction_bias"
         yield Weight("mlp.router_correction", (experts.num,), (None,), source, "correction")
     if experts.shared_intermediate_size:
         shape = experts.shared_intermediate_size, hidden

@@ -339,7 +339,8 @@ def tensor_of(weight: Weight) -> str:
 
 def _rows_of_tensor(weight: Weight) -> int:
     """How many rows of a checkpoint's tensor are one of the weight: a whole head's, or one."""
-    return weight.shape[1] if weight.axes[0] in ("heads", "kv_heads") else 1
+    has_heads = weight.axes[0] in ("heads", "kv_heads") and weight.kind != "head_norm"
+    return weight.shape[1] if has_heads else 1
 
 
 def _num_rows(source: TensorSource, weight: Weight) -> int:

@@ -58,17 +58,20 @@ def look_up(
 
 def rms_norm(
     x: Float[Array, "... width"],
-    weight: Float[Array, " width"],
+    weight: Float[Array, "... width"],
     eps: float,
     *,
     in_float32: bool = False,
+    centred: bool = False,
 ) -> Float[Array, "... width"]:
     """Root-mean-square norm (arXiv 1910.07467), in float32, returned in the type of `x`.
 
     It is rounded before the weight is applied, or, with `in_float32`, after: each as the models
-    that have it were trained.
+    that have it were trained. A `centred` one is a layer norm without a bias (arXiv 1607.06450).
     """
     wide = x.astype(jnp.float32)
+    if centred:
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weighted(wide * scale, weight, x.dtype, in_float32=in_float32)
 
@@ -89,11 +92,16 @@ def norm_weight(weight: Float[Array, "..."], config: ModelConfig) -> Float[Array
 
 
 def norm(
-    x: Float[Array, "... width"], weight: Float[Array, " width"], config: ModelConfig
+    x: Float[Array, "... width"], weight: Float[Array, "... width"], config: ModelConfig
 ) -> Float[Array, "... width"]:
-    """Apply a norm of the model."""
-    in_float32, weight = config.norm_in_float32, norm_weight(weight, config)
-    return rms_norm(x, weight, config.rms_norm_eps, in_float32=in_float32)
+    """Apply a norm of the model, whose weight has the last dimensions of `x`."""
+    how = {"in_float32": config.norm_in_float32, "centred": config.norm_centred}
+    return rms_norm(x, norm_weight(weight, config), config.rms_norm_eps, **how)
+
+
+def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """Multiply by a number that the type of `x` need not have, and round once."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:

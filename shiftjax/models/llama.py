@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Mistral, Qwen, Gemma, Phi, GLM, OLMo 2, by flags of config.
+"""The decoder of the Llama family: Mistral, Qwen, Gemma, Phi, GLM, OLMo ..., by flags of config.
 
 With SwiftKV the last layers compute nothing but the rows whose logits are wanted, because their
 keys and values follow from what the early layers give: `take_rows`.
@@ -38,6 +38,7 @@ from shiftjax.models.layers import (
     norm,
     norm_weight,
     rope_tables,
+    scaled,
     weighted,
 )
 from shiftjax.models.products import Matrix, gate_with, project_in, project_out
@@ -136,8 +137,10 @@ class Attention(Part):
     def _rotated(
         self, x: Float[Array, "tokens heads head_dim"], context: Context
     ) -> Float[Array, "tokens heads head_dim"]:
-        """Turn heads by their positions, as layers of this kind do."""
+        """Turn heads by their positions, as layers of this kind do, if they do."""
         config, kind = self.config, self.kind
+        if not kind.has_rope:
+            return x
         rope = context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
         return apply_rope(x, rope, interleaved=config.rope_interleaved)
 
@@ -332,10 +335,13 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the layer's output and its pool."""
-        out, pool = self.attention(self._normed(x, "input_norm"), pool, context)
-        x = x + self._normed(out, "attention_out_norm")
-        out = self.mlp(self._normed(x, "mlp_norm"), context)
-        return x + self._normed(out, "mlp_out_norm"), pool
+        config, normed = self.config, self._normed(x, "input_norm")
+        out, pool = self.attention(normed, pool, context)
+        x = x + scaled(self._normed(out, "attention_out_norm"), config.residual_scale)
+        if not config.parallel_block:
+            normed = self._normed(x, "mlp_norm")
+        out = self._normed(self.mlp(normed, context), "mlp_out_norm")
+        return x + scaled(out, config.residual_scale), pool
 
     def _normed(self, x: Float[Array, "tokens hidden"], name: str) -> Float[Array, "tokens hidden"]:
         """Apply one of the layer's norms; as it is where it has none of this name."""
@@ -406,7 +412,7 @@ class Llama(nnx.Module):
         """Look the step's tokens up in a table whose rows devices split; returns this device's."""
         embedded = self._looked_up(token_ids, parallel)
         if not self.config.scaled_embedding:
-            return embedded
+            return scaled(embedded, self.config.embedding_scale)
         return embedded * jnp.asarray(self.config.hidden_size**0.5, embedded.dtype)
 
     def _looked_up(
@@ -487,4 +493,4 @@ class Llama(nnx.Module):
         """Return float32 logits of normed rows, each device those of its part of the vocabulary."""
         head = self.lm_head[...]
         logits = jnp.einsum("ti,oi->to", normed, head, preferred_element_type=jnp.float32)
-        return soft_cap(logits, self.config.logit_soft_cap)
+        return soft_cap(scaled(logits, self.config.logit_scale), self.config.logit_soft_cap)

@@ -22,7 +22,7 @@ from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
 INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
-COPIED = ("bias", "scale", "norm", "kv_scale")  # so small that modes have copies, not views
+COPIED = ("bias", "scale", "norm", "head_norm", "kv_scale")  # small: modes have copies, not views
 FLOAT32 = ("correction", "scale", "input_scale", "kv_scale")  # kinds, whatever the formats are
 _SPLIT = ("heads", "kv_heads", "intermediate", "shared_intermediate", "experts")
 

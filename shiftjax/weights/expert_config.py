@@ -29,6 +29,7 @@ _NAMES = {
     ),
     "qwen3_moe": _Names((*_NUM, "num_local_experts"), _WIDTH, _NORM, "listed"),
     "mixtral": _Names(("num_local_experts", *_NUM), "intermediate_size"),
+    "minimax_m2": _Names(("num_local_experts",), "intermediate_size", has_sigmoids=True),
     "olmoe": _Names(_NUM, "intermediate_size", _NORM),
     "gpt_oss": _Names(("num_local_experts",), "intermediate_size", has_bias=True),
     "glm4_moe": _Names(

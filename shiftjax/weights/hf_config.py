@@ -8,6 +8,12 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.traits import DECODERS, SWIGLU_LIMIT, SWIGLU_SLOPE, traits_of
 from shiftjax.weights.encoder_config import ENCODERS, encoder_to_json, parse_encoder
 from shiftjax.weights.expert_config import experts_to_json, parse_experts
+from shiftjax.weights.family_config import (
+    epsilon_of,
+    family_to_json,
+    parse_biases,
+    parse_family,
+)
 from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
@@ -17,11 +23,7 @@ from shiftjax.weights.typed_fields import Fields, read_json
 ARCHITECTURES = {name: row.model_class for name, row in DECODERS.items()} | ENCODERS
 # The text model of these is a part of the file, of an architecture of its own.
 _WITH_IMAGES = {"gemma3": "gemma3_text"}
-_LLAMA = ("llama", "llama_swiftkv")
 _GEMMA = ("gemma2", "gemma3_text")
-_GLM = ("glm", "glm4", "glm4_moe")
-_QWEN2 = ("qwen2", "qwen2_moe")
-_NO_BIAS = ("mistral", "mixtral", "phi3")
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -66,8 +68,6 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     bos = fields.token_ids("bos_token_id")
     if len(bos) > 1:
         fields.problem(f"bos_token_id must be one token id, found {list(bos)}")
-    has_bias = "qkv_bias" if architecture == "qwen2_moe" else "attention_bias"
-    attention_bias = architecture not in _NO_BIAS and fields.flag(has_bias)
     shape = _attention_shape(fields, architecture)
     config = ModelConfig(
         name=name,
@@ -78,12 +78,10 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         **shape,
         **read_layers(fields, architecture, shape["head_dim"]),
         **traits_of(architecture),
-        **_of_few(fields, architecture, shape["head_dim"]),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
+        **parse_biases(fields, architecture),
+        **parse_family(fields, architecture, shape["head_dim"]),
+        rms_norm_eps=fields.positive(epsilon_of(architecture)),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        attention_bias=attention_bias or architecture == "qwen2",
-        output_bias=attention_bias and architecture not in (*_QWEN2, *_GLM),
-        mlp_bias=architecture in _LLAMA and fields.flag("mlp_bias"),
         experts=parse_experts(fields, architecture),
         num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
@@ -100,23 +98,6 @@ def _text_part(data: dict[str, Any], file: str) -> dict[str, Any]:
         raise CheckpointError(f"{file}: text_config must be an object, found {text!r}")
     outside = ("bos_token_id", "eos_token_id", FIELD)
     return {name: data[name] for name in outside if data.get(name)} | text
-
-
-def _of_few(fields: Fields, architecture: str, head_dim: int) -> dict[str, Any]:
-    """Return Gemma's scale of queries and its soft caps; whether GLM-4.5 norms queries and keys."""
-    if architecture == "glm4_moe":
-        return {"qk_norm": fields.flag("use_qk_norm")}
-    if architecture not in _GEMMA:
-        return {}
-    scale = fields.positive("query_pre_attn_scalar")
-    caps = (
-        ("attention_soft_cap", "attn_logit_softcapping"),
-        ("logit_soft_cap", "final_logit_softcapping"),
-    )
-    # Gemma 3's scores have none: transformers keeps the field, and computes without it.
-    own = caps if architecture == "gemma2" else caps[1:]
-    found = {ours: fields.positive(name) for ours, name in own if fields.has(name)}
-    return found if scale == head_dim else {"query_scale": scale**-0.5} | found
 
 
 def _refuse_unsupported(fields: Fields, architecture: str) -> None:
@@ -194,40 +175,20 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
+        epsilon_of(config.architecture): config.rms_norm_eps,
+        **family_to_json(config),
         **layers_json(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": _ids_json(config),
         "torch_dtype": dtype,
     }
-    if config.architecture == "qwen2_moe":
-        data["qkv_bias"] = config.attention_bias
-    elif config.architecture not in (*_NO_BIAS, "qwen2"):
-        data["attention_bias"] = config.attention_bias
-    if config.architecture == "glm4_moe":
-        data["use_qk_norm"] = config.qk_norm
-    if config.architecture in _LLAMA:
-        data["mlp_bias"] = config.mlp_bias
-    if config.architecture in _GEMMA:
-        data |= {
-            "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": _query_scalar(config),
-            "attn_logit_softcapping": config.attention_soft_cap,
-            "final_logit_softcapping": config.logit_soft_cap,
-        }
     if config.architecture == "llama_swiftkv":
         data["num_key_value_layers"] = config.num_kv_layers
     data |= experts_to_json(config)
     if parse_config(data, config.name, "config.json") != replace(config, codes=None):
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
     return data
-
-
-def _query_scalar(config: ModelConfig) -> int | float:
-    """Return the number whose inverse square root queries are multiplied with."""
-    scalar = config.attention_scale**-2
-    return round(scalar) if round(scalar) ** -0.5 == config.attention_scale else scalar
 
 
 def _ids_json(config: ModelConfig) -> int | list[int] | None:

@@ -16,9 +16,14 @@ from shiftjax.weights.typed_fields import Fields
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ALL_SLIDE = ("mistral", "mixtral", "phi3")
-_MAY_SLIDE = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")  # where `use_sliding_window` says so
-_PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}  # every such layer sees everything
-_PARTIAL = ("phi3", "glm", "glm4", "glm4_moe")  # architectures that rotate a part of a head
+_QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+_MAY_SLIDE = (*_QWEN, "smollm3")  # where `use_sliding_window` says so
+# Every such layer sees everything; of some a file says which.
+_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+_OWN_PATTERNS = {"gemma3_text": 6, "exaone4": 4, "cohere2": 4}
+_ALTERNATE = (*_PATTERNS, *_OWN_PATTERNS)
+_PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2")  # rotate a part of a head
+_LOCAL_ROPES = ("gemma3_text", "olmo3")  # layers with a window have another one
 
 Rope = tuple[float, RopeScaling | None]
 
@@ -30,8 +35,15 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
     window = _window(fields, architecture)
     num_layers = fields.count("num_hidden_layers")
     may_slide = _may_slide(fields, architecture, num_layers)
-    has_window = (each and window is not None for each in may_slide)
-    kinds = [LayerKind(window, *sliding) if each else LayerKind(None, *full) for each in has_window]
+    has_window = [each and window is not None for each in may_slide]
+    has_rope = _have_rope(fields, architecture, has_window, window)
+
+    def kind(slides: bool, rotates: bool) -> LayerKind:
+        reach = window if slides else None
+        theta, scaling = sliding if slides else full
+        return LayerKind(reach, theta, scaling) if rotates else LayerKind(reach, has_rope=False)
+
+    kinds = [kind(*each) for each in zip(has_window, has_rope, strict=True)]
     return {"rotary_dim": rotary_dim, **kinds_as_fields(kinds)}
 
 
@@ -39,6 +51,8 @@ def kinds_as_fields(kinds: list[LayerKind]) -> dict[str, Any]:
     """Return how layers attend as ModelConfig says it: alike, or in the shortest repeated list."""
     if len(set(kinds)) == 1:
         (kind,) = set(kinds)
+        if not kind.has_rope:
+            return {"layer_kinds": (kind,)}
         return {
             "sliding_window": kind.sliding_window,
             "rope_theta": kind.rope_theta,
@@ -53,24 +67,32 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
     """Return the fields of `config.json` that say it, in the layout of transformers 4."""
     sliding = [kind for kind in config.kinds if kind.sliding_window]
     full = [kind for kind in config.kinds if not kind.sliding_window] or sliding
+    roped = [kind for kind in (*full, *sliding) if kind.has_rope] or full
     data: dict[str, Any] = {
-        "rope_theta": full[0].rope_theta,
-        "rope_scaling": _scaling_json(full[0].rope_scaling),
+        "rope_theta": roped[0].rope_theta,
+        "rope_scaling": _scaling_json(roped[0].rope_scaling),
     }
     architecture = config.architecture
     if data["rope_scaling"] is None and _usual(architecture, FULL).get("rope_type") != "default":
         data["rope_scaling"] = {"rope_type": "default"}  # a null means more
     if architecture in _PARTIAL:
         data["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
+    scaling = roped[0].rope_scaling
+    if architecture == "phi3" and scaling is not None:  # whose class has a default of this
+        data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if architecture == "olmo3" and sliding:
+        data[ROPE] = {SLIDING: {"rope_type": "default", "rope_theta": sliding[0].rope_theta}}
     if architecture == "gemma3_text":
         data["rope_local_base_freq"] = (
             sliding[0].rope_theta if sliding else _local_theta(architecture)
         )
-    if architecture in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
+    if architecture in (*_ALL_SLIDE, *_MAY_SLIDE, *_ALTERNATE):
         data["sliding_window"] = sliding[0].sliding_window if sliding else None
+    if architecture == "smollm3":
+        data["no_rope_layers"] = [int(kind.has_rope) for kind in config.kinds]
     if architecture in _MAY_SLIDE:
         data |= {"use_sliding_window": bool(sliding), "max_window_layers": 0}
-    if config.layer_kinds or architecture in (*_PATTERNS, "qwen2_moe"):
+    if config.layer_kinds or architecture in (*_ALTERNATE, "qwen2_moe"):
         data["layer_types"] = [SLIDING if kind.sliding_window else FULL for kind in config.kinds]
     return data
 
@@ -79,7 +101,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
     """Return the sliding window in tokens; None if no layer of the model has one."""
     if architecture in _MAY_SLIDE and not fields.flag("use_sliding_window"):
         return None
-    if architecture not in (*_ALL_SLIDE, *_MAY_SLIDE, *_PATTERNS):
+    if architecture not in (*_ALL_SLIDE, *_MAY_SLIDE, *_ALTERNATE):
         return None
     return fields.count("sliding_window") if fields.has("sliding_window") else None
 
@@ -97,17 +119,49 @@ def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]
         else:
             return [kind == SLIDING for kind in kinds]
         return [False] * num_layers
-    if architecture in _PATTERNS:
-        name, every = "sliding_window_pattern", _PATTERNS[architecture]
+    return _slide_by_default(fields, architecture, num_layers)
+
+
+def _slide_by_default(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
+    """Return the same of a file that does not list its layers."""
+    if architecture in _ALTERNATE:
+        name = "sliding_window_pattern"
         name = name if fields.has(name) else f"_{name}"  # as transformers 4.52 and later write it
-        every = fields.count(name, every) if architecture == "gemma3_text" else every
+        own = _OWN_PATTERNS.get(architecture)
+        every = fields.count(name, own) if own else _PATTERNS[architecture]
         return [(i + 1) % every != 0 for i in range(num_layers)]
+    if architecture == "smollm3":
+        return [not has_rope for has_rope in _listed_ropes(fields, num_layers)]
     if architecture not in _MAY_SLIDE or architecture == "qwen3_moe":
         return [True] * num_layers  # Qwen3-MoE's `max_window_layers` means nothing
     last = fields.count("max_window_layers", minimum=0)
     if architecture == "qwen2_moe":
         return [i < last and i % 2 == 0 for i in range(num_layers)]
     return [i >= last for i in range(num_layers)]
+
+
+def _have_rope(
+    fields: Fields, architecture: str, has_window: list[bool], window: int | None
+) -> list[bool]:
+    """Return, for each layer, whether it has rotary positions."""
+    if architecture == "smollm3":
+        return _listed_ropes(fields, len(has_window))
+    if architecture == "cohere2" or (architecture == "exaone4" and window is not None):
+        return has_window  # what sees everything tells positions by its causal mask alone
+    return [True] * len(has_window)
+
+
+def _listed_ropes(fields: Fields, num_layers: int) -> list[bool]:
+    """Return what `no_rope_layers` says, which has 1 for a layer with rotary positions."""
+    name = "no_rope_layers"
+    listed = fields.data.get(name)
+    if listed is None:
+        every = fields.count("no_rope_layer_interval")
+        return [(i + 1) % every != 0 for i in range(num_layers)]
+    if not isinstance(listed, list) or len(listed) < num_layers or set(listed) - {0, 1}:
+        fields.problem(f"{name} must be a list of 0 or 1 for each layer, found {listed!r}")
+        return [True] * num_layers
+    return [bool(each) for each in listed[:num_layers]]
 
 
 def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int | None]:
@@ -125,8 +179,8 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int |
 
 
 def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
-    """Return that of layers with a window: Gemma 3's have one of their own."""
-    if architecture != "gemma3_text":
+    """Return that of layers with a window: some models' have one of their own."""
+    if architecture not in _LOCAL_ROPES:
         return full
     own = (fields.data.get(ROPE) or {}).get(SLIDING) or {}
     inner = _inner(fields, own)
@@ -134,7 +188,8 @@ def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
         inner.problem(f"rope_type of {SLIDING} must be default, found {own['rope_type']!r}")
     if inner.has("rope_theta"):
         return inner.positive("rope_theta"), None
-    return fields.positive("rope_local_base_freq", _local_theta(architecture)), None
+    name = "rope_theta" if architecture == "olmo3" else "rope_local_base_freq"
+    return fields.positive(name, _local_theta(architecture)), None
 
 
 def _usual(architecture: str, kind: str) -> Mapping[str, Any]:
@@ -150,8 +205,8 @@ def _local_theta(architecture: str) -> float:
 def _parameters(fields: Fields, kind: str) -> dict[str, Any] | None:
     """Return the parameters of a kind of layers; None, and a problem, where they are none."""
     parameters, older = fields.data.get(ROPE) or {}, fields.data.get("rope_scaling") or {}
-    if isinstance(parameters, dict) and kind in parameters:
-        parameters = parameters[kind] or {}
+    if isinstance(parameters, dict) and {FULL, SLIDING} & parameters.keys():
+        parameters = parameters.get(kind) or {}
     parameters = older or parameters  # transformers, too, prefers the older field
     if isinstance(parameters, dict):
         return parameters
@@ -169,7 +224,10 @@ def _inner(fields: Fields, parameters: dict[str, Any]) -> Fields:
 def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int) -> int | None:
     name = "partial_rotary_factor"
     owner = inner if inner.has(name) else fields
-    part = owner.positive(name, _usual(architecture, FULL).get(name, 1.0))
+    usual = _usual(architecture, FULL).get(name, 1.0)
+    if architecture == "minimax_m2" and fields.has("rotary_dim"):  # as published files say it
+        usual = fields.count("rotary_dim") / head_dim
+    part = owner.positive(name, usual)
     if part != 1 and (architecture not in _PARTIAL or part > 1):
         owner.problem(f"{name} must be 1, found {part}")
     rotary_dim = int(head_dim * part)

@@ -42,7 +42,7 @@ class RandomSource:
         info, kind = self.tensors[name], self._kinds[name]
         rows, *columns = bounds(info, index)
         shape = (rows.stop - rows.start, *info.shape[1:])
-        if kind == "norm":
+        if kind in ("norm", "head_norm"):
             return np.ones(shape, info.dtype)
         fan_in = int(np.prod(info.shape[1:], dtype=np.int64))
         values = _uniform(self._seed, name, rows.start * fan_in, rows.stop * fan_in)

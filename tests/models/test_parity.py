@@ -33,7 +33,10 @@ CASES = [(name, *BASE) for name in MODELS]
 CASES += [(name, *HERE) for name in ("llama", "llama3_rope", "mistral", "qwen2", "gemma3_text")]
 CASES += [
     (name, *mesh)
-    for name in ("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe")
+    for name in (
+        *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
+        *("cohere", "minimax_m2"),
+    )
     for mesh in SPLITS
 ]
 

@@ -65,6 +65,7 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.5}
 LITTLE = {"intermediate_size": 40, "num_hidden_layers": 2, "head_dim": 8}
+LEAST = LITTLE | {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 24}
 YARN_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -226,6 +227,86 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": HALF_ROPE,
         },
     ),
+    "seed_oss": ("seed_oss", LEAST | {"attention_bias": True, "attention_out_bias": True}),
+    "granite": (
+        "granite",
+        LEAST
+        | {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "embedding_multiplier": 3.7,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 0.4,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "ernie4_5": ("ernie4_5", LEAST | {"use_bias": True, "tie_word_embeddings": True}),
+    "smollm3": (
+        "smollm3",
+        LEAST
+        | {
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        LEAST
+        | {
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "full_attention": YARN_ROPE,
+            },
+        },
+    ),
+    "exaone4": (
+        "exaone4",
+        LEAST
+        | {
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "minimax_m2": (
+        "minimax_m2",
+        SMALL
+        | {
+            "head_dim": 8,
+            "intermediate_size": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 3,
+            "rope_parameters": HALF_ROPE,
+        },
+    ),
+    "cohere": (
+        "cohere",
+        LEAST
+        | {
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "logit_scale": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "cohere2": (
+        "cohere2",
+        LEAST
+        | {
+            "logit_scale": 1.7,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
@@ -292,6 +373,7 @@ def run(model: torch.nn.Module, token_ids: torch.Tensor) -> tuple[torch.Tensor, 
     logits = model(token_ids[None], use_cache=False).logits[0]
     for hook in hooks:
         hook.remove()
+    seen[0] = seen[0] * getattr(model.config, "embedding_multiplier", 1)  # of Granite, outside
     return torch.stack(seen), logits
 
 

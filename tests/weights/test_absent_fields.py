@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shiftjax.arch.traits import DECODERS
-from shiftjax.weights.hf_config import parse_config
+from shiftjax.weights.hf_config import parse_config, to_json
 from shiftjax.weights.hf_defaults import FILE, defaults_of
 from shiftjax.weights.source import CheckpointError
 
@@ -42,6 +42,13 @@ def test_every_field_that_is_left_out_is_what_transformers_makes_of_it(name):
             assert found is None or field.endswith(READ_ALL_THE_SAME), (field, changes)
         else:
             assert found == read(row["whole"] | changes, name), field
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_what_is_written_is_read_as_the_same(name):
+    config = parse_config(DATA[name]["config"], name, "config.json")
+    written = json.loads(json.dumps(to_json(config, "float32")))
+    assert parse_config(written, name, "config.json") == config
 
 
 def test_the_facts_are_of_every_family():
