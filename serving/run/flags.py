@@ -1,6 +1,7 @@
 """Command line flags, made from the fields of the config and of SamplingParams. No JAX."""
 
 import argparse
+import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,8 @@ from shiftjax.core.sampling_params import SamplingError, SamplingParams
 from shiftjax.options import ConfigError, Setting, from_text, settings_of, shown, unknown_name
 from shiftjax.parallel.arrangements import FleetOptions
 from shiftjax.text.generation_config import with_defaults
+
+logger = logging.getLogger(__name__)
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 PREFIX = "sampling_"  # of the names that sampling flags have in a namespace
@@ -125,7 +128,7 @@ def parse_args(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Nam
 
     Flags of other engines are translated first (`foreign_flags`).
     """
-    ours = foreign_flags.translated(parser, argv)
+    ours = foreign_flags.translated(argv, foreign_flags.known_flags(parser, argv))
     arguments, rest = parser.parse_known_args(ours.argv)
     arguments.notes = ours.notes
     known = [flag for action in arguments.parser._actions for flag in action.option_strings]
@@ -204,11 +207,15 @@ def read_settings(
     given: Mapping[str, Any], path: str | None, controls: Mapping[str, Any] | None = None
 ) -> tuple[EngineConfig, ServerOptions]:
     """Settings from flags, those that are not None, from the environment and from a file."""
+    from serving.run.foreign_file import in_our_words
     from shiftjax.settings import read_config_file, resolve_with
 
     flags = {name: str(value) for name, value in given.items() if value is not None}
-    text = read_config_file(path) if path else ""
-    config, rest = resolve_with(SERVER_SETTINGS, flags, None, text, str(path), controls)
+    file = in_our_words(read_config_file(path) if path else "", str(path))
+    for note in file.notes:
+        logger.warning("%s", note)
+    controls = file.controls | dict(controls or {})
+    config, rest = resolve_with(SERVER_SETTINGS, flags, None, file.text, str(path), controls)
     server = ServerOptions(**rest)
     problems = server_problems(server)
     if problems:

@@ -1,5 +1,6 @@
 """What conversations need beside a chat template: tools, and marks in what is said. No JAX."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ class Dialogue:
         self._tokenizer, self._source = tokenizer, source
         self._tools = tool_format(options.tool_parser, source)
         self._reasoning = reasoning_format(options.reasoning_parser, source)
+        self.template_defaults = json.loads(options.default_chat_template_kwargs or "{}")
         marks = visible_marks(self._tools, self._reasoning)
         special = tokenizer.special_ids if tokenizer is not None else frozenset()
         ids = {mark: tokenizer.backend.token_to_id(mark) for mark in marks} if tokenizer else {}

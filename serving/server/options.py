@@ -1,5 +1,6 @@
 """Every setting of the server, declared once, as those of the engine are. No JAX."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -123,6 +124,9 @@ class ServerOptions:
     chat_template: str | None = option(
         None, "Jinja template of chats: a file, or the text itself; default: the model's own"
     )
+    default_chat_template_kwargs: str | None = option(
+        None, 'variables of the chat template, as {"enable_thinking": false}; requests go before'
+    )
     allowed_origins: str | None = option(
         None,
         "origins, with commas, whose pages may ask (CORS): https://a.example, or *; default: none",
@@ -146,7 +150,13 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
     dict.fromkeys(
         (
             *("max_logprobs", "stream_interval", "tool_parser", "reasoning_parser"),
-            *("chat_template", "kv_events", "kv_events_endpoint", "kv_events_topic"),
+            *(
+                "chat_template",
+                "default_chat_template_kwargs",
+                "kv_events",
+                "kv_events_endpoint",
+                "kv_events_topic",
+            ),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
             *("store_responses", "store_dir"),
         ),
@@ -194,9 +204,19 @@ def server_problems(options: ServerOptions) -> list[str]:
     if options.store_dir is not None and not num_bytes_of(options.store_responses):
         problems.append("store_dir needs store_responses, say 1GiB: how much to keep there")
     problems += _kv_event_problems(options)
+    if not isinstance(_json(options.default_chat_template_kwargs or "{}"), dict):
+        problems.append("default_chat_template_kwargs must be a JSON object")
     if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", options.metrics_prefix) is None:
         problems.append("metrics_prefix must be letters, digits and _: it begins names of metrics")
     return problems
+
+
+def _json(text: str) -> object:
+    """The value that a text spells; None if it is not JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _kv_event_problems(options: ServerOptions) -> list[str]:

@@ -57,7 +57,8 @@ class Prompts:
         if functions and "tools" in variables:
             raise invalid("chat_template_kwargs.tools", "cannot be combined with tools")
         plain, tools = self.dialogue.conversation(messages, functions)
-        return await self.texts.encode_chat(plain, {**variables, **tools})
+        told = {**self.dialogue.template_defaults, **variables, **tools}
+        return await self.texts.encode_chat(plain, told)
 
     def _most_tokens(self, wish: Wish) -> int | None:
         """To how many tokens a prompt is cut; None: to none. Raises `ServeError`."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -85,7 +85,7 @@ def words_of(defaults: Mapping[str, Any]) -> str:
 
 
 def with_defaults(
-    sampling: SamplingParams, given: Mapping[str, Any], defaults: Mapping[str, Any]
+    sampling: SamplingParams, given: Collection[str], defaults: Mapping[str, Any]
 ) -> SamplingParams:
     """`sampling` with the defaults of fields that `given` lacks. Raises SamplingError.
 

@@ -232,9 +232,14 @@ def _download(name: str, hub: Hub, files: Sequence[str]) -> Path:
     import huggingface_hub
 
     try:
-        options = {"revision": hub.revision, "cache_dir": hub.folder}
-        found = huggingface_hub.snapshot_download(name, allow_patterns=list(files), **options)
-        return Path(found)
+        return Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=hub.revision,
+                cache_dir=hub.folder,
+                allow_patterns=list(files),
+            )
+        )
     except Exception as error:  # its HTTP library's errors have no common base
         kinds = (kind.__name__ for kind in type(error).__mro__)
         why = next((_HUB_ERRORS[kind] for kind in kinds if kind in _HUB_ERRORS), None)

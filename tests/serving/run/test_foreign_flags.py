@@ -1,17 +1,21 @@
 """Flags that users of vLLM, SGLang and Arctic type: taken, told to have no effect, or refused."""
 
 import argparse
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from serving.cli.main import main, make_parser
 from serving.run.flags import parse_args, settle
-from serving.run.foreign_flags import FOREIGN
+from serving.run.foreign_flags import FOREIGN, is_foreign, known_flags
 from shiftjax.options import ConfigError
 
-LINES = (Path(__file__).parents[2] / "data" / "foreign_flags.txt").read_text("utf-8").split("\n")
+DATA = Path(__file__).parents[2] / "data"
+LINES = (DATA / "foreign_flags.txt").read_text("utf-8").split("\n")
 TYPED = [line.split(" ", 1) for line in LINES if line]
+# Every argument of `vllm serve`, from the sources of 0.29.0; = stands behind what takes a value.
+OF_VLLM = (DATA / "vllm_flags.txt").read_text("utf-8").split()
 # Refused by what is wrong with the value, or because a model is named twice.
 OF_VALUES = {"--quantization", "--tool-call-parser", "--speculative-config", "--config"}
 PARSER = make_parser()
@@ -36,6 +40,28 @@ def test_what_others_type_is_taken_or_refused_by_its_own_name(words):
         assert refused or name in OF_VALUES
     else:
         assert arguments.model in ("m", "x")
+
+
+def test_every_argument_of_vllm_is_known():
+    known, found = known_flags(PARSER, ["serve"]), Counter()
+    for flag in OF_VLLM:
+        name = flag.removesuffix("=")
+        assert name in known or is_foreign(name), name
+        kind = "own" if name in known else "alias"
+        if name in FOREIGN and name not in known:
+            kind = FOREIGN[name].kind
+            assert FOREIGN[name].is_switch is not flag.endswith("="), name
+        found[kind] += 1
+    assert found.total() == len(OF_VLLM) == 315 and min(found.values()) > 0
+
+
+def test_several_names_are_a_list():
+    for words in (["a", "b"], ['["a", "b"]'], ["a,b"]):
+        arguments = parsed("m", "--served-model-name", *words, "--port", "0")
+        assert (arguments.model, arguments.served_model_name) == ("m", "a,b")
+    assert parsed("--served-model-name", "a", "m").model == "m"
+    origins = parsed("m", "--allowed-origins", '["https://a.example"]').allowed_origins
+    assert origins == "https://a.example"
 
 
 def test_most_of_what_others_type_is_taken():
