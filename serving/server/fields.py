@@ -105,11 +105,26 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
-class ToolChoice(msgspec.Struct):
-    """The tool that must be called."""
+class NamedTool(msgspec.Struct):
+    """A function by its name."""
 
     type: str
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct):
+    """Those of the tools that may be called (auto), or must be (required)."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ToolChoice(msgspec.Struct):
+    """The tool that must be called, or the tools that are allowed."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class GenerationFields(sampling_fields(HTTP), kw_only=True):

@@ -33,7 +33,7 @@ class Prompts:
         fields = wish.fields
         most = self._most_tokens(wish)
         if isinstance(fields, ChatFields):
-            functions = wish.tools.functions if wish.tools else ()
+            functions = wish.tools.named if wish.tools else ()
             variables = {**self.dialogue.effort(fields), **template_variables(fields)}
             ids = await self.of_chat(fields.messages, functions, variables)
             return [_cut((None, ids), most, fields.truncation_side)]

@@ -98,7 +98,7 @@ def read_chat(values: Any) -> Wish:
         raise invalid("add_generation_prompt", words)
     given["logprobs"] = (fields.top_logprobs or 0) if fields.logprobs else None
     fields.messages = read_calls(fields.messages)
-    tools = read_tools(fields.tools or [], fields.tool_choice, fields.parallel_tool_calls)
+    tools = read_tools(fields.tools, fields.tool_choice, fields.parallel_tool_calls)
     wish = _wish(fields, given, unknown)
     is_forced = tools is not None and tools.is_forced  # then there is no text to have a form
     grammar = None if is_forced else wish.grammar

@@ -24,8 +24,8 @@ Json = Any
 
 
 def needs_grammar(wish: ToolWish) -> bool:
-    """Whether the output is constrained: calls are forced, or a function is strict."""
-    return wish.is_forced or wish.is_strict
+    """Whether the output is constrained: by force, a strict function, or what is allowed."""
+    return wish.is_forced or wish.is_strict or bool(wish.all)
 
 
 def call_grammar(

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from serving.server.errors import invalid
-from serving.server.fields import Function, Tool, ToolChoice, is_deeper
+from serving.server.fields import AllowedTools, Function, Tool, ToolChoice, is_deeper
 
 MAX_TOOLS = 512
 MAX_TOOL_BYTES = 1 << 20  # of all tools as JSON
@@ -30,11 +30,17 @@ class ToolWish:
     functions: tuple[Function, ...]
     is_forced: bool = False  # the output must be calls
     most: int | None = None  # calls; None: any number
+    all: tuple[Function, ...] = ()  # of the request, if it allows some of them only
 
     @property
     def names(self) -> frozenset[str]:
         """The names of the functions."""
         return frozenset(function.name for function in self.functions)
+
+    @property
+    def named(self) -> tuple[Function, ...]:
+        """All that the prompt names, in the order of the request."""
+        return self.all or self.functions
 
     @property
     def is_strict(self) -> bool:
@@ -43,25 +49,46 @@ class ToolWish:
 
 
 def read_tools(
-    tools: Sequence[Tool], choice: str | ToolChoice | None, parallel: bool | None
+    tools: Sequence[Tool] | None, choice: str | ToolChoice | None, parallel: bool | None
 ) -> ToolWish | None:
-    """What may be called; None: nothing. A forced function is the only one that may be."""
-    functions = checked_functions(tools)
+    """What may be called; None: nothing. A forced function is the only one that may be.
+
+    Without tools, a choice that demands none has no effect; an empty list of tools is a choice of
+    none, as OpenAI and vLLM have it.
+    """
+    functions = checked_functions(tools or ())
     if isinstance(choice, str) and choice not in CHOICES:
         raise invalid("tool_choice", f"must be one of {', '.join(CHOICES)}, or name a function")
     most = 1 if parallel is False else None
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        return _allowed(functions, choice.allowed_tools, most)
     if isinstance(choice, ToolChoice):
         if choice.type != "function":
-            raise invalid("tool_choice.type", "must be function")
+            raise invalid("tool_choice.type", "must be function or allowed_tools")
+        if choice.function is None:
+            raise invalid("tool_choice.function", "is missing", "missing_required_parameter")
         chosen = tuple(each for each in functions if each.name == choice.function.name)
         if not chosen:
             raise invalid("tool_choice.function.name", "is not the name of one of the tools")
         return ToolWish(chosen, is_forced=True, most=1)
-    if choice == "required" and not functions:
+    if choice == "required" and tools is None:
         raise invalid("tool_choice", "is required, but there are no tools")
     if choice == "none" or not functions:
         return None
     return ToolWish(functions, choice == "required", most)
+
+
+def _allowed(
+    functions: tuple[Function, ...], allowed: AllowedTools | None, most: int | None
+) -> ToolWish:
+    """Some of the functions; the prompt names them all, so that it stays in the prefix cache."""
+    if allowed is None or not allowed.tools:
+        raise invalid("tool_choice.allowed_tools", "must have a mode and at least one of the tools")
+    names = {each.function.name for each in allowed.tools}
+    chosen = tuple(each for each in functions if each.name in names)
+    if len(chosen) < len(names):
+        raise invalid("tool_choice.allowed_tools.tools", "has a name that no tool has")
+    return ToolWish(chosen, allowed.mode == "required", most, functions)
 
 
 def checked_functions(tools: Sequence[Tool]) -> tuple[Function, ...]:

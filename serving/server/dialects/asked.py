@@ -103,7 +103,7 @@ def renamed(error: ServeError, names: Mapping[str, str]) -> ServeError:
     def own(text: str) -> str:
         # The messages of a chat are counted otherwise, and its functions are nested.
         text = re.sub(r"^messages\[\d+\]\.?", "messages ", text).strip()
-        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.function\b", r"\1", text)
+        text = re.sub(r"^(tools\[\d+\]|tool_choice)\.(function|allowed_tools)\b", r"\1", text)
         text = re.sub(r"(?<=\]\.)parameters\b", lambda found: names.get(found[0], found[0]), text)
         return re.sub(r"^\w+|\b\w+_\w+\b", lambda found: names.get(found[0], found[0]), text)
 

@@ -225,8 +225,9 @@ def _chat(fields: MessagesCountFields) -> Json:
     messages = [{"role": "system", "content": _text_parts(fields.system)}] if fields.system else []
     for index, message in enumerate(fields.messages):
         messages += _turns(message, f"messages[{index}]")
-    if fields.messages and fields.messages[-1].role == "assistant":
-        raise wrong("messages", "must not end with the assistant's: none is continued here")
+    is_begun = bool(fields.messages) and fields.messages[-1].role == "assistant"
+    if is_begun and "tool_calls" in messages[-1]:
+        raise wrong("messages", "must not end with a call: what came of it is missing")
     config = fields.output_config or OutputConfig()
     chat: Json = {
         "model": fields.model,
@@ -234,6 +235,7 @@ def _chat(fields: MessagesCountFields) -> Json:
         "tools": [_tool(each) for each in fields.tools or ()] or None,
         "response_format": config.format and _format(config.format),
         "reasoning_effort": config.effort,
+        "continue_final_message": is_begun or None,
     }
     return chat | _thinking(fields.thinking) | _choice(fields.tool_choice)
 

@@ -118,11 +118,17 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     output_schema: Json | None = None
 
 
-class FunctionChoice(msgspec.Struct, kw_only=True):
+class FunctionChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """The function to call."""
 
-    type: Literal["function"]
     name: str
+
+
+class AllowedChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="allowed_tools"):
+    """Those of the functions that may be called (auto), or must be (required)."""
+
+    mode: Literal["auto", "required"]
+    tools: list[FunctionChoice]
 
 
 class Format(msgspec.Struct, kw_only=True):
@@ -154,7 +160,7 @@ class ResponsesCountFields(Extras, kw_only=True):
     model: str | None = None
     instructions: str | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -298,14 +304,11 @@ def _chat(fields: ResponsesCountFields) -> Json:
     """The fields of a chat with the same prompt."""
     text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
     tools = [_tool(each) for each in fields.tools or ()]
-    choice = fields.tool_choice
-    if isinstance(choice, FunctionChoice):
-        choice = {"type": "function", "function": {"name": choice.name}}
     return {
         "model": fields.model,
         "messages": _messages(fields),
-        "tools": tools or None,
-        "tool_choice": choice,
+        "tools": tools if fields.tools is not None else None,
+        "tool_choice": _choice(fields.tool_choice),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "response_format": text.format and _format(text.format),
         "reasoning_effort": reasoning.effort,
@@ -379,6 +382,16 @@ def _tool(tool: FunctionTool) -> Json:
     given = ((name, getattr(tool, name)) for name in names)
     function = {name: value for name, value in given if value is not None}
     return {"type": "function", "function": function}
+
+
+def _choice(choice: str | FunctionChoice | AllowedChoice | None) -> Any:
+    """The same of a chat, whose functions are nested."""
+    if isinstance(choice, FunctionChoice):
+        return {"type": "function", "function": {"name": choice.name}}
+    if isinstance(choice, AllowedChoice):
+        allowed = {"mode": choice.mode, "tools": [_choice(each) for each in choice.tools]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return choice
 
 
 def _format(wanted: Format) -> Json:

@@ -158,3 +158,20 @@ def test_a_stream_that_fails_says_so(server, client):
             list(events)
     assert caught.value.body["error"]["type"] == "api_error"
     server.let_go()
+
+
+def test_an_answer_that_is_begun_is_continued(server, client):
+    """The prompt ends where the assistant's words do."""
+    begun = [*HI, {"role": "assistant", "content": "It is"}]
+    prompt = PROMPT + " It is"
+    with server.client(headers={"authorization": f"Bearer {KEY}"}) as http:
+        body = {"prompt": prompt, "max_tokens": 20, "seed": 4, "ignore_eos": True}
+        wanted = http.post(COMPLETION, json=body).json()
+    options = OPTIONS | {"messages": begun, "max_tokens": 20}
+    answer = client.messages.create(**options)
+    assert answer.content[0].text == wanted["choices"][0]["text"]
+    count = client.messages.count_tokens(model="echo", messages=begun)
+    assert count.input_tokens == wanted["usage"]["prompt_tokens"]
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(**options | {"messages": [*HI, begun[1] | {"content": [use]}]})

@@ -278,3 +278,62 @@ def test_a_form_that_cannot_be_kept_beside_tools_is_refused(client):
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}
     answer = client.post(CHAT, json=BODY | {"response_format": form})
     is_error(answer, 400, "response_format")
+
+
+# ---------------------------------------------------------------- some of the tools
+
+
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_allowed_tools_are_called_and_all_are_told(server, client):
+    say(server, CALL)
+    body = BODY | {"tool_choice": allowed("auto", "get_time"), "max_tokens": 120}
+    for choice in ask(client, body | {"n": 3}):
+        names = {call["function"]["name"] for call in choice["message"].get("tool_calls", ())}
+        assert names <= {"get_time"}
+    used = [client.post(CHAT, json=each).json()["usage"] for each in (body, BODY)]
+    assert used[0]["prompt_tokens"] == used[1]["prompt_tokens"]
+    say(server, "No call.")
+    (choice,) = ask(client, body)
+    assert choice["message"]["content"] == "No call."
+    say(server, CALL)
+    (choice,) = ask(client, BODY | {"tool_choice": allowed("auto", "get_weather")})
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "get_weather"
+
+
+def test_allowed_tools_may_be_required(server, client):
+    say(server, "No call.")
+    for choice in ask(client, BODY | {"tool_choice": allowed("required", "get_time"), "n": 3}):
+        assert {c["function"]["name"] for c in choice["message"]["tool_calls"]} == {"get_time"}
+
+
+def test_allowed_tools_of_a_response(server, client):
+    say(server, CALL)
+    names = [{"type": "function", "name": "get_time"}]
+    body = {
+        "input": USER,
+        "tools": [{"type": "function"} | each["function"] for each in (WEATHER, TIME)],
+        "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": names},
+        "max_output_tokens": 200,
+        "seed": 1,
+    }
+    items = client.post("/v1/responses", json=body).json()["output"]
+    assert items and {item["name"] for item in items} == {"get_time"}
+    names[0]["name"] = "other"
+    is_error(client.post("/v1/responses", json=body), 400, "tool_choice")
+
+
+@pytest.mark.parametrize("choice", ["none", "auto", None, "required"])
+def test_a_choice_among_no_tools(server, client, choice):
+    """An empty list leaves nothing to require; a choice without a list is refused if it demands."""
+    say(server, "Yes.")
+    (made,) = ask(client, {"messages": USER, "tools": [], "tool_choice": choice})
+    assert made["message"]["content"] == "Yes."
+    answer = client.post(CHAT, json={"messages": USER, "tool_choice": choice})
+    if choice == "required":
+        is_error(answer, 400, "tool_choice")
+    else:
+        assert answer.status_code == 200

@@ -138,7 +138,6 @@ def test_a_form_of_the_answer_and_thinking(chat):
         ("max_tokens", "8"),
         ("messages", []),
         ("messages", [{"role": "bishop", "content": ""}]),
-        ("messages", [HI, {"role": "assistant", "content": "I"}]),
         ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}]),
         ("messages", [{"role": "user", "content": [USE]}]),
         ("messages", [{"role": "assistant", "content": [{"type": "tool_result"}]}, HI]),
