@@ -55,7 +55,12 @@ VALUES = {
         "think",
     )
     | {"gpt-oss": "openai_gptoss"},
-    "--tool-call-parser": {"llama3": "llama3_json", "qwen25": "hermes", "gpt-oss": "openai"},
+    "--tool-call-parser": {
+        **{"llama3": "llama3_json", "gpt-oss": "openai", "qwen": "hermes", "qwen25": "hermes"},
+        **dict.fromkeys(("qwen3_xml", "mimo", "step3p5"), "qwen3_coder"),
+        **{"deepseekv3": "deepseek_v3", "deepseekv31": "deepseek_v31", "glm": "glm45"},
+        "minimax-m2": "minimax_m2",
+    },
 }
 # vLLM takes several words or a JSON list; a setting here has commas.
 LISTS = ("--served-model-name", "--allowed-origins")

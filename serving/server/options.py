@@ -17,6 +17,12 @@ MEBIBYTE = 1 << 20
 MOST_TOPIC = 256
 
 
+_JsonCalls = Literal["hermes", "llama3_json", "llama4_json", "mistral", "smollm2"]
+_NamedCalls = Literal["openai", "deepseek_v3", "deepseek_v31", "kimi_k2"]
+_TaggedCalls = Literal["qwen3_coder", "seed_oss", "glm45", "glm47", "minimax_m2"]
+_LiteralCalls = Literal["functiongemma", "gemma4", "llama4_pythonic", "pythonic"]
+
+
 def _size(text: str) -> str | None:
     try:
         num_bytes = num_bytes_of(text)
@@ -93,12 +99,12 @@ class ServerOptions:
         low=1,
         high=4096,
     )
-    tool_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "mistral", "smollm2", "openai"
-    ] = option(
-        "auto",
-        "how the model writes tool calls; auto: as its chat template says; none: no tools",
-        flags=("--tool-parser", "--tool-call-parser"),
+    tool_parser: Literal["auto", "none", _JsonCalls, _NamedCalls, _TaggedCalls, _LiteralCalls] = (
+        option(
+            "auto",
+            "how the model writes tool calls; auto: as its chat template says; none: no tools",
+            flags=("--tool-parser", "--tool-call-parser"),
+        )
     )
     reasoning_parser: Literal["auto", "none", "think", "openai_gptoss"] = option(
         "auto", "how the model marks its reasoning; auto: as its chat template says"

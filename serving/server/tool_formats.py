@@ -5,16 +5,20 @@ message, in the words that SmolLM2 was trained with (model card of SmolLM2-1.7B-
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from serving.server import call_marks
+from serving.server.argument_grammar import Rules, keywords, tagged, with_quotes
+from serving.server.fields import Function
 from serving.server.form_parser import FormParser
 from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
-from serving.server.tool_parsers import CallMarks, JsonCallParser, short_call_id
+from serving.server.tool_parsers import CallMarks, CallParser
 from serving.server.tools import ToolWish
 
 Json = Any
@@ -25,7 +29,7 @@ class Written:
     """Calls as they are written: `opening`, calls with separators, `closing`.
 
     A call is `name_before`, the name, `name_after`, the arguments, `end`. A mark in `<|...|>` or
-    `[...]` is a special token where the tokenizer has one.
+    `[...]` is a special token where the tokenizer has one. `{n}` in `name_after` is a number.
     """
 
     name_before: str
@@ -34,6 +38,7 @@ class Written:
     opening: str = ""
     separator: str = ""
     closing: str = ""
+    arguments: Callable[[Rules, Function], str] | None = None  # None: a JSON object
 
 
 @dataclass(frozen=True)
@@ -46,10 +51,13 @@ class ToolFormat:
     is_told: bool = False  # the template knows no tools, and we tell the model
 
 
-_TAGS = CallMarks(("<tool_call>",), "</tool_call>")
-_MISTRAL = CallMarks(("[TOOL_CALLS]",), has_named=True, make_id=short_call_id)
 _OBJECT, _ARGUMENTS = '{"name": "', '", "arguments": '
 _SMOLLM2 = Written(_OBJECT, _ARGUMENTS, "}", "<tool_call>[", ", ", "]</tool_call>")
+
+_XML = partial(tagged, "<parameter=", ">\n", "\n</parameter>\n")
+_GLM45 = partial(tagged, "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n")
+_GLM47 = partial(tagged, "<arg_key>", "</arg_key><arg_value>", "</arg_value>")
+_INVOKED = partial(tagged, '<parameter name="', '">', "</parameter>\n")
 
 # The first whose signs are all in a template is its format.
 FORMATS: Mapping[str, ToolFormat] = {
@@ -59,24 +67,126 @@ FORMATS: Mapping[str, ToolFormat] = {
         Written("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", ""),
     ),
     "mistral_named": ToolFormat(
-        ("[TOOL_CALLS]", "[ARGS]"), _MISTRAL, Written("[TOOL_CALLS]", "[ARGS]", "")
+        ("[TOOL_CALLS]", "[ARGS]"), call_marks.MISTRAL, Written("[TOOL_CALLS]", "[ARGS]", "")
     ),
     "mistral": ToolFormat(
         ("[TOOL_CALLS]",),
-        _MISTRAL,
+        call_marks.MISTRAL,
         Written(_OBJECT, _ARGUMENTS, "}", "[TOOL_CALLS][", ", ", "]"),
     ),
     "llama3_json": ToolFormat(
         ("<|start_header_id|>", '"parameters": '),
-        CallMarks(("<|python_tag|>",), is_bare=True),
+        call_marks.LLAMA3,
         Written(_OBJECT, '", "parameters": ', "}", separator="; "),
+    ),
+    "qwen3_coder": ToolFormat(
+        ("<tool_call>", "<function=", "<parameter="),
+        call_marks.QWEN3_CODER,
+        Written(
+            *("<tool_call>\n<function=", ">\n", "</function>\n</tool_call>"),
+            separator="\n",
+            arguments=_XML,
+        ),
+    ),
+    "seed_oss": ToolFormat(
+        ("<seed:tool_call>",),
+        call_marks.SEED_OSS,
+        Written(
+            *("<seed:tool_call>\n<function=", ">\n", "</function>\n</seed:tool_call>"),
+            separator="\n",
+            arguments=_XML,
+        ),
+    ),
+    "glm45": ToolFormat(
+        ("<arg_key>", "</arg_key>\n<arg_value>"),
+        call_marks.GLM,
+        Written("<tool_call>", "\n", "</tool_call>", separator="\n", arguments=_GLM45),
+    ),
+    "glm47": ToolFormat(
+        ("<arg_key>", "<arg_value>"),
+        call_marks.GLM,
+        Written("<tool_call>", "", "</tool_call>", arguments=_GLM47),
+    ),
+    "minimax_m2": ToolFormat(
+        ("<minimax:tool_call>",),
+        call_marks.MINIMAX_M2,
+        Written(
+            *('<invoke name="', '">\n', "</invoke>\n"),
+            *("<minimax:tool_call>\n", "", "</minimax:tool_call>"),
+            arguments=_INVOKED,
+        ),
+    ),
+    "deepseek_v3": ToolFormat(
+        (call_marks.DEEPSEEK_CALL, "```json"),
+        call_marks.DEEPSEEK,
+        Written(
+            *(f"{call_marks.DEEPSEEK_CALL}function{call_marks.DEEPSEEK_SEPARATOR}", "\n```json\n"),
+            *(
+                f"\n```{call_marks.DEEPSEEK_CALL_END}",
+                call_marks.DEEPSEEK_BEGIN,
+                "\n",
+                call_marks.DEEPSEEK_END,
+            ),
+        ),
+    ),
+    "deepseek_v31": ToolFormat(
+        (call_marks.DEEPSEEK_CALL, call_marks.DEEPSEEK_SEPARATOR),
+        call_marks.DEEPSEEK,
+        Written(
+            *(
+                call_marks.DEEPSEEK_CALL,
+                call_marks.DEEPSEEK_SEPARATOR,
+                call_marks.DEEPSEEK_CALL_END,
+            ),
+            *(call_marks.DEEPSEEK_BEGIN, "", call_marks.DEEPSEEK_END),
+        ),
+    ),
+    "kimi_k2": ToolFormat(
+        ("<|tool_calls_section_begin|>",),
+        call_marks.KIMI,
+        Written(
+            *("<|tool_call_begin|>functions.", ":{n}<|tool_call_argument_begin|>"),
+            *("<|tool_call_end|>", "<|tool_calls_section_begin|>"),
+            closing="<|tool_calls_section_end|>",
+        ),
+    ),
+    "functiongemma": ToolFormat(
+        ("<start_function_call>",),
+        call_marks.FUNCTION_GEMMA,
+        Written(
+            *("<start_function_call>call:", "{", "}<end_function_call>"),
+            arguments=partial(with_quotes, "<escape>"),
+        ),
+    ),
+    "gemma4": ToolFormat(
+        ("<|tool_call>",),
+        call_marks.GEMMA4,
+        Written(
+            *("<|tool_call>call:", "{", "}<tool_call|>"),
+            arguments=partial(with_quotes, '<|"|>'),
+        ),
+    ),
+    "llama4_pythonic": ToolFormat(
+        ("<|header_start|>", "[func_name1("),
+        call_marks.LLAMA4_PYTHONIC,
+        Written("", "(", ")", "[", ", ", "]", arguments=keywords),
+    ),
+    "llama4_json": ToolFormat(
+        ("<|header_start|>", '"parameters": '),
+        call_marks.LLAMA4,
+        Written(_OBJECT, '", "parameters": ', "}", separator="; "),
+    ),
+    "pythonic": ToolFormat(
+        ("[func_name1(",),
+        call_marks.PYTHONIC,
+        Written("", "(", ")", "[", ", ", "]", arguments=keywords),
     ),
     "hermes": ToolFormat(
         ("<tool_call>", '"arguments": '),
-        _TAGS,
+        call_marks.TAGS,
         Written("<tool_call>\n" + _OBJECT, _ARGUMENTS, "}\n</tool_call>", separator="\n"),
     ),
-    "smollm2": ToolFormat((), _TAGS, _SMOLLM2, is_told=True),
+    "smollm2": ToolFormat((), call_marks.TAGS, _SMOLLM2, is_told=True),
 }
 _KNOWS_TOOLS = re.compile(r"\btools\b")
 
@@ -110,9 +220,7 @@ def visible_marks(wanted: ToolFormat | None, reasoning: str) -> tuple[str, ...]:
     if reasoning == "openai_gptoss" or (wanted and wanted.marks is None):
         return HARMONY_MARKS
     thoughts = ("<think>", "</think>") if reasoning == "think" else ()
-    marks = wanted.marks if wanted else None
-    calls = (*marks.begin, marks.end) if marks else ()
-    return (*thoughts, *calls, *(("[ARGS]", "[CALL_ID]") if marks and marks.has_named else ()))
+    return (*thoughts, *(wanted.marks.all if wanted and wanted.marks else ()))
 
 
 def make_parser(
@@ -132,8 +240,8 @@ def make_parser(
         return HarmonyParser(names, most)
     parser: Parser = PlainParser()
     if wish and wanted and wanted.marks:
-        parser = JsonCallParser(wanted.marks, names, most)
-        if has_form and not wanted.marks.is_bare:
+        parser = CallParser(wanted.marks, wish.functions, most)
+        if has_form and not wanted.marks.bare:
             parser = FormParser(parser, wanted.marks.begin)
     return ThinkParser(parser, is_inside=is_inside) if reasoning == "think" else parser
 

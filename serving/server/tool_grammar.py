@@ -18,7 +18,6 @@ from serving.server.tools import ToolWish
 MAX_CALLS = 16  # in one output that must be calls
 _OPEN_ENDED = {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "$ref"}
 _ANY = "TEXT: /(.|\\n)*/"
-_NO_BRACE = "ANSWER: /[ \\n]*([^{ \\n](.|\\n)*)?/"
 
 Json = Any
 
@@ -48,11 +47,11 @@ def call_grammar(
     elif wish.is_forced:
         start = _calls(lark, wanted, wish)
     elif answer is not None:
-        calls = _bare_calls if wanted.marks.is_bare else _calls
+        calls = _bare_calls if wanted.marks.bare == "{" else _calls
         start = f"@answer | {calls(lark, wanted, wish)}"
-    elif wanted.marks.is_bare:
+    elif wanted.marks.bare:
         start = f"ANSWER | {_calls(lark, wanted, wish)}"
-        lark.rules.append(_NO_BRACE)
+        lark.rules.append(f"ANSWER: /[ \\n]*([^\\{wanted.marks.bare} \\n](.|\\n)*)?/")
     else:
         start = _triggered(lark, wanted, wish)
     if reasoning == "think":
@@ -94,9 +93,11 @@ class _Lark:
     def call(self, index: int, function: Function, before: str, wanted: ToolFormat) -> str:
         """One call; `before` is what stands before its name."""
         written = wanted.written
-        begin = self.text(f"{before}{function.name}{written.name_after}")
-        end = self.text(written.end)
-        self.rules.append(f"call_{index}: {begin} %json {_schema(function)} {end}")
+        name, number, after = f"{before}{function.name}{written.name_after}".partition("{n}")
+        begin = f"{self.text(name)} /[0-9]/ {self.text(after)}" if number else self.text(name)
+        made = written.arguments(self, function) if written.arguments else None
+        arguments = f"%json {_schema(function)}" if made is None else made
+        self.rules.append(f"call_{index}: {begin} {arguments} {self.text(written.end)}")
         return f"call_{index}"
 
 
@@ -130,7 +131,7 @@ def _bare_calls(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
 def _triggered(lark: _Lark, wanted: ToolFormat, wish: ToolWish) -> str:
     """Return the rule for free text in which an opening mark starts constrained calls."""
     assert wanted.marks is not None
-    (mark,) = wanted.marks.begin
+    mark = wanted.marks.begin[0]
     again = "*" if wish.most is None else "?"
     return f"({lark.until(mark)} {_calls(lark, wanted, wish, mark)}){again} TEXT"
 

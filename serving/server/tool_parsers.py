@@ -1,29 +1,31 @@
-"""Tool calls in the text of a model, as it comes: calls in JSON, between marks or without. No JAX.
+"""Tool calls in the text of a model, as it comes, between marks or without. No JAX.
 
 A call begins when its name, one of the request's tools, and the first character of its arguments
-have come; its arguments are passed on as the model writes them. What looks like a call and is
+have come; its arguments are passed on as the model writes them, or as JSON if they are written in
+another way. What looks like a call and is
 none (an unknown name, an object that is no call) is text, with its marks. What the parts are in
 which the text comes changes nothing.
 """
 
 import re
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from serving.server.call_heads import Head
+from serving.server.fields import Function
 from serving.server.marked_text import JsonNesting, first_mark, num_held, parts_of
 from serving.server.pieces import CallArguments, CallBegin, Piece, Text
+from serving.server.tagged_arguments import ArgumentReader
 
 # {"name": "f", "arguments": of a call whose arguments begin.
 _HEAD = re.compile(
     r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*'
 )
-_NAMED_HEAD = re.compile(r"([\w-]{1,64})(?:\[CALL_ID\][\w-]{0,64})?\[ARGS\]\s{0,8}(?=\{)")
-_MAYBE_NAMED = re.compile(r"[\w-]{1,64}(?:\[[\w\[\]-]{0,99}\s{0,8})?")
 _BETWEEN = "[],; \t\r\n"  # what may stand between calls
 
 
@@ -41,27 +43,40 @@ def short_call_id() -> str:
 class CallMarks:
     """How a model marks its calls."""
 
-    begin: tuple[str, ...]  # before calls
+    begin: tuple[str, ...]  # before calls; the first is the usual one
     end: str = ""  # behind them; "": nothing is
-    is_bare: bool = False  # a call may begin an output without a mark
-    has_named: bool = False  # name[ARGS]{...} is a call, too
+    behind: tuple[str, ...] = ()  # marks behind one call, which say nothing
+    bare: str = ""  # the character with which a call may begin an output without a mark
+    head: Head | None = None  # what is before the arguments of a call that is no JSON object
+    has_objects: bool = True  # a call may be a JSON object
+    reader: Callable[[Function], ArgumentReader] | None = None  # None: arguments are JSON
+    seen: tuple[str, ...] = ()  # marks within calls
     make_id: Callable[[], str] = call_id
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Every mark that a parser looks for."""
+        return tuple(each for each in (*self.begin, self.end, *self.behind, *self.seen) if each)
 
-class JsonCallParser:
-    """A `Parser` of calls `{"name": ..., "arguments": {...}}`, alone or in lists.
 
-    `names` are those of the request's tools. Calls beyond `most` are left out.
+class CallParser:
+    """A `Parser` of calls `{"name": ..., "arguments": {...}}`, or of those that a head begins.
+
+    `functions` are the request's tools. Calls beyond `most` are left out.
     """
 
-    def __init__(self, marks: CallMarks, names: Collection[str], most: int | None = None):
-        self._marks, self._names, self._most = marks, names, most
+    def __init__(self, marks: CallMarks, functions: Sequence[Function], most: int | None = None):
+        self._marks, self._most = marks, most
+        self._functions = {each.name: each for each in functions}
+        self._between = tuple(each for each in (*marks.begin, marks.end, *marks.behind) if each)
         begins = tuple(mark[0] for mark in marks.begin)
         self._skipped = "".join(each for each in _BETWEEN if each not in begins)  # in runs
-        self._state = self._at_start if marks.is_bare else self._in_text
+        self._state = self._at_start if marks.bare else self._in_text
         self._buffer = ""  # what has come and is not yet dealt with
         self._opening: list[str] = []  # before a call, and text if it is none
         self._num_calls = 0
+        self._ids: set[str] = set()
+        self._reader: ArgumentReader | None = None  # of the call whose arguments come
         self._nesting = JsonNesting()
         self._num_seen = 0  # characters of the buffer that `_nesting` has taken in
         self._may_begin = False  # the arguments of a call may come
@@ -89,7 +104,7 @@ class JsonCallParser:
 
     def _at_start(self) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith("{"):
+        if text.startswith(self._marks.bare):
             self._open(len(self._buffer) - len(text))
         elif text:
             self._state = self._in_text
@@ -109,11 +124,11 @@ class JsonCallParser:
     def _between_calls(self) -> bool:
         text = self._buffer.lstrip(self._skipped)
         self._skip(len(self._buffer) - len(text))
-        if text.startswith("{"):
+        if text.startswith("{") and self._marks.has_objects:
             self._nesting, self._num_seen, self._may_begin = JsonNesting(), 0, True
             self._state = self._in_call
             return True
-        marks = (*self._marks.begin, self._marks.end) if self._marks.end else self._marks.begin
+        marks = self._between
         mark = next((each for each in marks if text.startswith(each)), None)
         if mark is not None and mark == self._marks.end:
             self._buffer, self._opening = text[len(mark) :], []
@@ -121,21 +136,26 @@ class JsonCallParser:
             return True
         if mark is not None:
             self._skip(len(mark))
+            if mark in self._marks.behind and self._num_calls:
+                self._opening = []
             return True
         if not text or num_held(text, marks) == len(text):
             return False
         if text[0] in _BETWEEN:
             self._skip(1)
             return True
-        return self._named_call(text) if self._marks.has_named else self._give_up(0)
+        return self._headed_call(self._marks.head, text) if self._marks.head else self._give_up(0)
 
-    def _named_call(self, text: str) -> bool:
-        head = _NAMED_HEAD.match(text)
-        if head and head[1] in self._names:
-            self._begin(head[1], head.end(), self._between_calls)
-            return True
-        may_come = head is None and _MAYBE_NAMED.fullmatch(text)
-        return False if may_come else self._give_up(0)
+    def _headed_call(self, head: Head, text: str) -> bool:
+        found = head.match(text)
+        if found is None:
+            return False if head.may_come(text) else self._give_up(0)
+        function = self._functions.get(found["name"])
+        if function is None:
+            return self._give_up(0)
+        self._begin(function.name, found.end(), self._between_calls, found.groupdict().get("id"))
+        self._reader = self._marks.reader(function) if self._marks.reader else None
+        return True
 
     def _in_call(self) -> bool:
         for place in self._nesting.brackets(self._buffer, self._num_seen):
@@ -147,7 +167,7 @@ class JsonCallParser:
                 is_object = self._buffer[place - 1] == "{"
                 head = _HEAD.fullmatch(self._buffer, 0, place - 1) if is_object else None
                 name = _decoded(head[1]) if head else None
-                if isinstance(name, str) and name in self._names:
+                if isinstance(name, str) and name in self._functions:
                     self._begin(name, place - 1, self._behind_arguments)
                     return True
         self._num_seen = len(self._buffer)
@@ -157,7 +177,7 @@ class JsonCallParser:
         """An object that has come in whole: a call whose fields stand in another order, or text."""
         call = _decoded(self._buffer[:end])
         name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(call, dict) or not isinstance(name, str) or name not in self._names:
+        if not isinstance(call, dict) or not isinstance(name, str) or name not in self._functions:
             return self._give_up(end)
         arguments = call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):  # JSON within JSON
@@ -170,6 +190,12 @@ class JsonCallParser:
         return True
 
     def _in_arguments(self) -> bool:
+        if self._reader is not None:
+            made, end, is_over = self._reader.read(self._buffer)
+            self._argue(made)
+            self._buffer = self._buffer[end:]
+            self._state = self._after if is_over else self._in_arguments
+            return is_over
         for place in self._nesting.brackets(self._buffer):
             if self._nesting.depth == 0:
                 self._argue(self._buffer[:place])
@@ -217,13 +243,17 @@ class JsonCallParser:
             self._pieces.append(Text(self._buffer[:end]))
             self._buffer = self._buffer[end:]
 
-    def _begin(self, name: str, end: int, after: Callable[[], bool]) -> None:
-        """A call begins; its arguments follow the first `end` characters."""
+    def _begin(
+        self, name: str, end: int, after: Callable[[], bool], given: str | None = None
+    ) -> None:
+        """A call begins; its arguments follow the first `end` characters. `given`: its id."""
         self._buffer, self._opening = self._buffer[end:], []
         self._num_calls += 1
         if self._is_wanted():
-            self._pieces.append(CallBegin(self._num_calls - 1, self._marks.make_id(), name))
-        self._nesting, self._num_seen = JsonNesting(), 0
+            made = given if given and given not in self._ids else self._marks.make_id()
+            self._ids.add(made)
+            self._pieces.append(CallBegin(self._num_calls - 1, made, name))
+        self._nesting, self._num_seen, self._reader = JsonNesting(), 0, None
         self._state, self._after = self._in_arguments, after
 
     def _argue(self, text: str) -> None:

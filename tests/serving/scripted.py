@@ -25,6 +25,9 @@ TEMPLATES = {
     "openai": "{# <|channel|>final<|message|> #}" + TOOLS + CHAT,
     "think": "{# <think></think> #}" + CHAT + "<think>\n",
     "smollm2": CHAT,
+    "qwen3_coder": "{# <tool_call> <function= <parameter= #}" + TOOLS + CHAT,
+    "kimi_k2": "{# <|tool_calls_section_begin|> #}" + TOOLS + CHAT,
+    "gemma4": "{# <|tool_call> #}" + TOOLS + CHAT,
 }
 
 

@@ -14,6 +14,11 @@ CALLS = {
     "mistral": MARK + '[{"name": "f", "arguments": {"a": 1}}]',
     "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
     ' to=functions.f <|constrain|>json<|message|>{"a": 1}',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+    "gemma4": "<|tool_call>call:f{a:1}<tool_call|>",
     "smollm2": '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>',
 }
 
@@ -36,7 +41,7 @@ def test_a_call_and_a_forced_one(kind):
         message = message_of(client, BODY)
         (call,) = message["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
-        assert len(call["id"]) == (9 if kind == "mistral" else 29)
+        assert len(call["id"]) == {"mistral": 9, "kimi_k2": len("functions.f:0")}.get(kind, 29)
         assert message.get("reasoning_content") == ("Hm." if kind == "openai" else None)
         assert message["content"] is None
         say(server, CALLS[kind].replace('"a": 1', ""))

@@ -72,7 +72,7 @@ def test_most_of_what_others_type_is_taken():
         except ConfigError:
             continue
         taken += 1
-    assert (len(TYPED), taken) == (85, 68)
+    assert (len(TYPED), taken) == (85, 70)
 
 
 @pytest.mark.parametrize(

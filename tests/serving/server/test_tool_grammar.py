@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from scripted import MARK, TEMPLATES, marked_tokenizer
 
+from serving.server.call_marks import DEEPSEEK_BEGIN
 from serving.server.errors import ServeError
 from serving.server.fields import Function
 from serving.server.grammar import Grammars
@@ -34,7 +35,18 @@ BEGUN = {
     "mistral": MARK,
     "mistral_named": MARK,
     "llama3_json": "{",
+    "llama4_json": "{",
     "openai": "<|channel|>commentary to=functions.",
+    **{kind: "<tool_call>" for kind in ("qwen3_coder", "glm45", "glm47")},
+    "seed_oss": "<seed:tool_call>",
+    "minimax_m2": "<minimax:tool_call>",
+    "deepseek_v3": DEEPSEEK_BEGIN,
+    "deepseek_v31": DEEPSEEK_BEGIN,
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "functiongemma": "<start_function_call>",
+    "gemma4": "<|tool_call>",
+    "pythonic": "[",
+    "llama4_pythonic": "[",
 }
 
 
@@ -113,7 +125,7 @@ def test_forced_calls_parse(kind, most, tokenizer, grammars):
 def test_a_strict_call_that_has_begun_parses(kind, tokenizer, grammars):
     wish = ToolWish((F, STRICT), most=1)
     rng = random.Random(4)
-    before = "" if kind in ("llama3_json", "openai") else "I see: "
+    before = "" if BEGUN[kind] in "{[" or kind == "openai" else "I see: "
     for state in grammars.prepare(grammar_of(kind, wish, tokenizer), 12):
         # Behind the call a model may say anything, for ever; this one is cut there.
         output = random_output(state, tokenizer, rng, before + BEGUN[kind], is_cut=True)
@@ -161,7 +173,7 @@ def test_an_output_is_calls_or_an_answer_in_its_form(kind, reasoning, tokenizer,
     wish = ToolWish((F, Function("g")), most=1)
     source = grammar_of(kind, wish, tokenizer, reasoning, answer=ANSWER)
     called, answered = grammars.prepare(source, 2)
-    urge = '{"name": "g", "parameters": {}}' if kind == "llama3_json" else BEGUN[kind]
+    urge = '{"name": "g", "parameters": {}}' if BEGUN[kind] == "{" else BEGUN[kind]
     output = random_output(called, tokenizer, random.Random(7), urge)
     parser = make_parser(FORMATS[kind], wish, "none", is_inside=False, has_form=True)
     pieces = parser.feed(output) + parser.finish()
@@ -181,6 +193,59 @@ def test_an_answer_may_begin_as_a_bare_call_does(tokenizer, grammars):
     outputs = ('{"name": "f"}', '{"name": "x"}', '{"name": "f", "parameters": {"name": "x"}}')
     for output, state in zip(outputs, grammars.prepare(source, 3), strict=True):
         assert all(state.accept(id) for id in tokenizer.encode(output, add_special_tokens=False))
+
+
+RICH = {
+    "type": "object",
+    "properties": {
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer"},
+        "place": {"$ref": "#/$defs/place"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3},
+        "code": {"type": "string", "pattern": "^[A-Z]{3}$"},
+        "note": {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "null"}]},
+        "a key": {"type": "boolean"},
+    },
+    "required": ["days", "place", "code"],
+    "$defs": {
+        "place": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 5}, "in": {"type": "null"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if FORMATS[kind].written.arguments])
+def test_arguments_that_are_no_json_keep_to_their_schema(kind, tokenizer, grammars):
+    wish = ToolWish((Function("f", parameters=RICH, strict=True),), is_forced=True, most=1)
+    rng, optional = random.Random(7), set()
+    for state in grammars.prepare(grammar_of(kind, wish, tokenizer), 24):
+        _, _, (made,) = calls_of(kind, wish, random_output(state, tokenizer, rng, is_cut=False))
+        assert {"days", "place", "code"} <= made.keys() <= RICH["properties"].keys()
+        assert made.get("unit", "celsius") in ("celsius", "fahrenheit")
+        assert isinstance(made["days"], int)
+        assert "city" in made["place"].keys() <= {"city", "in"}
+        assert len(made["place"]["city"]) <= 5
+        assert set(made.get("tags", "a")) <= {"a", "b"}
+        assert len(made["code"]) == 3
+        assert made["code"].isupper()
+        assert isinstance(made.get("a key", True), bool)
+        optional |= made.keys()
+    assert optional == RICH["properties"].keys()
+
+
+def test_a_format_of_a_bare_string_is_refused_if_it_is_strict(tokenizer):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "date"}}}
+    for strict in (True, False):
+        wish = ToolWish((Function("f", parameters=schema, strict=strict),), is_forced=True)
+        if not strict:
+            assert grammar_of("qwen3_coder", wish, tokenizer)
+            continue
+        with pytest.raises(ServeError, match="format"):
+            grammar_of("qwen3_coder", wish, tokenizer)
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(tokenizer, grammars):

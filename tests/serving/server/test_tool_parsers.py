@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import examples
 
+from serving.server.call_marks import DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR
 from serving.server.fields import Function
 from serving.server.options import SERVER_SETTINGS
 from serving.server.pieces import CallArguments, CallBegin, Reasoning, Text
@@ -208,6 +209,14 @@ WORDS = st.sampled_from(
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "f[ARGS]", "<|python_tag|>", "g[ARGS]{}"),
         *("<think>", "</think>", "<|channel|>", "analysis", "final", "<|message|>", "<|end|>"),
         *(" to=functions.f", "<|start|>assistant", "<|call|>", "{", "}", "[", "]", '"', "\\", ","),
+        *("<function=", "<function=f>", "<parameter=a>", "</parameter>", "</function>", "\n"),
+        *("<arg_key>a</arg_key>", "<arg_value>", "</arg_value>", "<seed:tool_call>"),
+        *("<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">', "</invoke>"),
+        *(DEEPSEEK_BEGIN, DEEPSEEK_CALL, "function" + DEEPSEEK_SEPARATOR, "f\n```json\n", "```"),
+        *("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "f:1"),
+        *("<|tool_call_argument_begin|>", "<|tool_call_end|>", "<start_function_call>", "<escape>"),
+        *("call:f{", "a:", "<|tool_call>", '<|"|>', "<tool_call|>", "[f(", "a=", "'", ")", "None"),
+        *("\\u00", "e9", "\\x4", "1.5", "<|python_start|>", "<|python_end|>"),
         *(" ", "\n", ";", "f", "x", "<", '{"a": {}}', "é", "日"),
     ]
 )
@@ -241,6 +250,10 @@ def test_the_parts_change_nothing(kind, reasoning, words, sizes, is_inside):
         ("hermes", "<tool_call>", '{"name": "f", "x": {},'),
         ("hermes", '<tool_call>{"name": "' + "f" * 100_000 + '", ', '"x": {},'),
         ("mistral", "[TOOL_CALLS]", "f"),
+        ("qwen3_coder", "<tool_call>", "<function="),
+        ("gemma4", "", "<|tool_call>call:"),
+        ("kimi_k2", "<|tool_call_begin|>", "functions."),
+        ("pythonic", "", "[f"),
         ("openai", "", "<|end|>x"),
         ("openai", "", "<|channel|>"),
     ],
@@ -251,6 +264,26 @@ def test_long_outputs(kind, begin, unit):
     text, _, calls = parse(kind, [output])
     assert calls == []
     assert kind == "openai" or text == output
+
+
+@pytest.mark.parametrize(
+    ("kind", "begin", "unit"),
+    [
+        ("qwen3_coder", "<tool_call><function=f>", "<parameter=a>1</parameter>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>", "[1, "),
+        ("qwen3_coder", "<tool_call><function=f>", "<x"),
+        ("pythonic", "[f(a=", "[1, "),
+        ("pythonic", "[f(a=", "1"),
+        ("pythonic", "[f(a='", "\\x"),
+        ("gemma4", "<|tool_call>call:f{a:", "1"),
+        ("gemma4", "<|tool_call>call:f{", "<"),
+    ],
+)
+def test_long_arguments(kind, begin, unit):
+    """They come four characters at a time, and each takes about a second at most."""
+    output = begin + unit * (40_000 // len(unit))
+    _, _, ((name, made),) = parse(kind, [output[at : at + 4] for at in range(0, len(output), 4)])
+    assert (name, made) == ("f", parse(kind, [output])[2][0][1])
 
 
 def test_the_settings_name_the_formats():
