@@ -34,7 +34,7 @@ PARSER_ROWS = (
     ),
     Mutant(
         "any name is called", "tool parsers", PARSERS,
-        "if isinstance(name, str) and name in self._names:", "if isinstance(name, str):",
+        "if isinstance(name, str) and name in self._functions:", "if isinstance(name, str):",
         (TEST_PARSERS,), "clients are asked for functions that they do not have",
     ),
     Mutant(
@@ -44,7 +44,7 @@ PARSER_ROWS = (
     ),
     Mutant(
         "calls are counted from one", "tool parsers", PARSERS,
-        "CallBegin(self._num_calls - 1, self", "CallBegin(self._num_calls, self",
+        "CallBegin(self._num_calls - 1, made", "CallBegin(self._num_calls, made",
         (TEST_PARSERS,), "clients put arguments to no call",
     ),
     Mutant(
