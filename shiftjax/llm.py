@@ -30,7 +30,9 @@ from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
-from shiftjax.text.token_rules import ruled, rules_of
+from shiftjax.text.rules import rules_of
+from shiftjax.text.thinking import marks_of
+from shiftjax.text.token_rules import ruled
 
 Prompt = str | Seq[int] | Mapping[str, Seq[int]]
 Messages = Seq[Mapping[str, Any]]
@@ -228,13 +230,15 @@ class LLM:
             text, ids = self._encode(prompt)
             name = f"request-{self._num_requests}"
             self._num_requests += 1
-            rules = ruled((), params.n, lambda _, params=params: self._rules(params))
+            rules = ruled((), params.n, lambda _, of=(params, ids): self._rules(*of))
             request = Request(name, ids, params, arrival_seconds=now, constraints=tuple(rules))
             requests.append((request, text))
         return requests
 
-    def _rules(self, sampling: SamplingParams) -> list[TokenConstraint]:
-        return rules_of(sampling, self.tokenizer, self.engine.limits.vocab_size)
+    def _rules(self, sampling: SamplingParams, prompt: Seq[int]) -> list[TokenConstraint]:
+        marks = marks_of(self.tokenizer.chat_template) if self.tokenizer is not None else None
+        vocab_size = self.engine.limits.vocab_size
+        return rules_of(sampling, self.tokenizer, vocab_size, prompt, marks)
 
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Deltas:
         places, assemblers = {}, {}

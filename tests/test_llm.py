@@ -183,12 +183,13 @@ def test_nothing_compiles_after_warm_up(tiny):
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
-    """A word for every token: w0, w1 ..."""
-    words = {f"w{number}": number for number in range(vocab_size)}
+    """A word for every token: w0, <think>, </think>, w3, w4 ..."""
+    words = {"<think>": 1, "</think>": 2}
+    words |= {f"w{number}": number for number in range(vocab_size) if number not in (1, 2)}
     backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
+    return Tokenizer(backend, chat_template="<think></think>")
 
 
 def test_bad_words_do_not_come(tiny, monkeypatch):
@@ -202,3 +203,15 @@ def test_bad_words_do_not_come(tiny, monkeypatch):
     (output,) = llm.generate([[5, 6, 7]], banned)
     found = output.outputs[0].token_ids
     assert found[0] == first and found[1] != second
+
+
+def test_thoughts_end_at_their_budget(tiny, monkeypatch):
+    llm, config, tensors = tiny
+    monkeypatch.setattr(llm, "tokenizer", word_tokenizer(config["vocab_size"]))
+    budget = replace(GREEDY, thinking_token_budget=2, n=2)
+    (output,) = llm.generate([[5, 6, 1]], budget)
+    thought = numpy_llama.greedy(config, tensors, [5, 6, 1], 2)
+    for each in output.outputs:
+        assert each.token_ids[:3] == [*thought, 2]
+    (output,) = llm.generate([[5, 6, 7]], budget)
+    assert output.outputs[0].token_ids == numpy_llama.greedy(config, tensors, [5, 6, 7], 6)

@@ -23,7 +23,10 @@ from serving.server.tool_formats import (
 )
 from serving.server.tool_grammar import call_grammar, needs_grammar
 from serving.server.tools import written_tools
+from shiftjax.core.request import TokenConstraint
 from shiftjax.text.chat import ChatTemplate
+from shiftjax.text.rules import rules_of
+from shiftjax.text.thinking import MARKS
 from shiftjax.text.tokenizer import Tokenizer
 
 Json = Any
@@ -51,12 +54,14 @@ class Dialogue:
         return effort_variables(fields.reasoning_effort, self._source)
 
     def noted(self, wish: Wish) -> Wish:
-        """The wish; an effort that the template has no place for is one of its hints."""
-        fields = wish.fields
-        if not isinstance(fields, ChatFields) or fields.reasoning_effort is None:
-            return wish
-        is_used = self.effort(fields)
-        return wish if is_used else replace(wish, hints=(*wish.hints, wish.effort_name))
+        """The wish; an effort or a budget that the model has no place for is one of its hints."""
+        fields, unused = wish.fields, ()
+        has_effort = isinstance(fields, ChatFields) and fields.reasoning_effort is not None
+        if has_effort and not self.effort(fields):
+            unused = (wish.effort_name,)
+        if wish.sampling.thinking_token_budget is not None and self._reasoning not in MARKS:
+            unused = (*unused, "thinking_token_budget")
+        return replace(wish, hints=(*wish.hints, *unused)) if unused else wish
 
     def conversation(
         self, messages: Sequence[dict[str, Json]], functions: Sequence[Function]
@@ -102,6 +107,13 @@ class Dialogue:
         return call_grammar(
             wanted, wish.tools, self._reasoning, names, is_inside=inside, answer=answer
         )
+
+    def rules(self, wish: Wish, prompt: Sequence[int], vocab_size: int) -> list[TokenConstraint]:
+        """What the sampling parameters say of texts in the output of a prompt."""
+        marks = MARKS.get(self._reasoning)
+        if wish.grammar is not None and wish.tools is None:
+            marks = None  # all of the output is the answer
+        return rules_of(wish.sampling, self._tokenizer, vocab_size, prompt, marks)
 
     def _takes_apart(self, wish: Wish) -> bool:
         """A constraint is on all of the output, which is then one text, but beside tools."""

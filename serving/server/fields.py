@@ -232,7 +232,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "structured_outputs.disable_additional_properties": (False,),
     "chat_template": (),
     "include_reasoning": (True,),
-    "thinking_token_budget": (),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "kv_transfer_params": (),

@@ -35,7 +35,7 @@ from serving.server.tools import checked_functions, read_calls
 from shiftjax.core.request import Request, SamplingParams, derive_seed
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
-from shiftjax.text.token_rules import ruled, rules_of
+from shiftjax.text.token_rules import ruled
 from shiftjax.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # for texts that come and answers that go
@@ -293,11 +293,11 @@ class Service:
         num_prompts = _num_prompts(wish)
         engine.check_room(_num_sequences(wish))
         prompts = await self.prompts.of(wish)
-        sampling, vocab_size = wish.sampling, engine.request_limits.vocab_size
+        n, vocab_size = wish.sampling.n, engine.request_limits.vocab_size
         states = ruled(
             await self._constrain(wish, prompts),
-            len(prompts) * sampling.n,
-            lambda _: rules_of(sampling, model.tokenizer, vocab_size),
+            len(prompts) * n,
+            lambda index: self.dialogue.rules(wish, prompts[index // n][1], vocab_size),
         )
         prediction = await self._predict(wish)
         name = fields.request_id or request_id or uuid.uuid4().hex

@@ -292,6 +292,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = _param(
         (), _bad_words, "words that do not come in the output", apis=(HTTP, DIALECTS)
     )
+    thinking_token_budget: int | None = _param(
+        None,
+        _optional(lambda value: None if value == -1 else _integer(0, INT32_MAX)(value)),
+        "tokens of reasoning, at most; then its end is forced; -1: no limit",
+        apis=(HTTP, DIALECTS),
+    )
     include_stop_str_in_output: bool = _param(
         False,
         _boolean,

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shiftjax.core.request import TokenConstraint
-from shiftjax.core.sampling_params import SamplingParams
 from shiftjax.text.tokenizer import Tokenizer
 
 ALL = 0xFFFFFFFF
@@ -27,6 +26,13 @@ def all_allowed(vocab_size: int) -> Mask:
 def allows(mask: Mask, token: int) -> bool:
     """Whether a mask has the bit of a token."""
     return token < 32 * len(mask) and bool(int(mask[token // 32]) >> (token % 32) & 1)
+
+
+def only(token: int, vocab_size: int) -> Mask:
+    """A mask that allows one token."""
+    mask = np.zeros(-(-vocab_size // 32), np.uint32)
+    mask[token // 32] = 1 << token % 32
+    return mask
 
 
 def without(mask: Mask, tokens: Sequence[int]) -> Mask:
@@ -128,15 +134,6 @@ def word_ids(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     texts = [prefix + word.lstrip() for word in words for prefix in ("", " ")]
     found = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
     return [list(ids) for ids in dict.fromkeys(found) if ids]
-
-
-def rules_of(
-    sampling: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int
-) -> list[TokenConstraint]:
-    """The rules of one continuation; without a tokenizer none, which the engine refuses."""
-    if not sampling.bad_words or tokenizer is None:
-        return []
-    return [BannedWords(word_ids(sampling.bad_words, tokenizer), vocab_size)]
 
 
 def ruled(

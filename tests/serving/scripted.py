@@ -54,12 +54,16 @@ class ScriptedRunner(GatedRunner):
             place = end - item.num_rows + row + 1 - sequence.num_prompt_tokens
             if place >= 0:
                 token = self.script[place] if place < len(self.script) else EOS
-                made[row] = token if _is_allowed(sequence.constraint, token) else made[row]
+                made[row] = token if _is_allowed(item, row, token) else made[row]
         return made
 
 
-def _is_allowed(constraint, token: int) -> bool:
-    return constraint is None or bool(constraint.mask[token // 32] >> np.uint32(token % 32) & 1)
+def _is_allowed(item, row: int, token: int) -> bool:
+    constraint = item.sequence.constraint
+    if constraint is None:
+        return True
+    mask = constraint.mask if item.masks is None else item.masks[row]
+    return bool(mask[token // 32] >> np.uint32(token % 32) & 1)
 
 
 @contextmanager

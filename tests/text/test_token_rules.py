@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 
 from shiftjax.core.request import Request
 from shiftjax.core.sampling_params import SamplingParams
+from shiftjax.text.rules import rules_of
 from shiftjax.text.token_rules import (
     BannedWords,
     Joined,
     all_allowed,
     allows,
     ruled,
-    rules_of,
     without,
     word_ids,
 )
@@ -84,7 +84,9 @@ def test_both_of_two_constraints_hold():
 def test_words_are_banned_behind_a_space_too(smollm2):
     ids = word_ids(["the", " the"], smollm2)
     assert sorted(map(smollm2.decode, ids)) == [" the", "the"]
-    rules = ruled((), 2, lambda _: rules_of(SamplingParams(bad_words=["the"]), smollm2, 49152))
+    rules = ruled(
+        (), 2, lambda _: rules_of(SamplingParams(bad_words=["the"]), smollm2, 49152, [], None)
+    )
     assert len(rules) == 2 and rules[0] is not rules[1]
     for word in ids:
         assert not allows(rules[0].mask, word[0])
@@ -93,10 +95,10 @@ def test_words_are_banned_behind_a_space_too(smollm2):
 def test_without_words_there_is_no_rule(smollm2):
     state = BannedWords([[1]], VOCAB)
     plain = SamplingParams()
-    assert ruled([state], 1, lambda _: rules_of(plain, smollm2, VOCAB)) == [state]
+    assert ruled([state], 1, lambda _: rules_of(plain, smollm2, VOCAB, [], None)) == [state]
     assert Request("a", [1], plain).constraints == ()
     asked = SamplingParams(bad_words="a")
-    rules = ruled([state], 1, lambda _: rules_of(asked, smollm2, VOCAB))
+    rules = ruled([state], 1, lambda _: rules_of(asked, smollm2, VOCAB, [], None))
     assert isinstance(rules[0], Joined)
 
 

@@ -312,14 +312,17 @@ def _choice(choice: AnthropicToolChoice | None) -> Json:
 
 
 def _thinking(thinking: Thinking | None) -> Json:
-    """The variable by which chat templates turn thinking on and off."""
+    """The variable by which chat templates turn thinking on and off, and the budget."""
     if thinking is None:
         return {}
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
         raise wrong("thinking.budget_tokens", "is needed with the type enabled, and no other")
     if thinking.budget_tokens is not None and thinking.budget_tokens < LEAST_BUDGET:
         raise wrong("thinking.budget_tokens", f"must be at least {LEAST_BUDGET}")
-    return {"chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"}}
+    return {
+        "chat_template_kwargs": {"enable_thinking": thinking.type != "disabled"},
+        "thinking_token_budget": thinking.budget_tokens,
+    }
 
 
 def _format(wanted: OutputFormat) -> Json:
