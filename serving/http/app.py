@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.cache import LOCAL, cache_routes
 from serving.http.described import Described
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
@@ -38,7 +39,7 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     # A redirect to a path with a slash would repeat what the Host header says.
     app = Router(all_routes(service), redirect_slashes=False)
-    is_local = service.options.host in ("127.0.0.1", "::1", "localhost")
+    is_local = service.options.host in LOCAL
     guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
     return reachable(guard, service.options)
 
@@ -56,6 +57,7 @@ def all_routes(service: Service) -> list[BaseRoute]:
         *embedding_routes(service),
         *model_routes(service),
         *info_routes(service, endpoints.ready),
+        *cache_routes(service),
         *stored_routes(service, kept),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),

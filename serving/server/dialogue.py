@@ -56,9 +56,8 @@ class Dialogue:
     def noted(self, wish: Wish) -> Wish:
         """The wish; an effort or a budget that the model has no place for is one of its hints."""
         fields, unused = wish.fields, ()
-        has_effort = isinstance(fields, ChatFields) and fields.reasoning_effort is not None
-        if has_effort and not self.effort(fields):
-            unused = (wish.effort_name,)
+        if isinstance(fields, ChatFields) and fields.reasoning_effort is not None:
+            unused = () if self.effort(fields) else (wish.effort_name,)
         if wish.sampling.thinking_token_budget is not None and self._reasoning not in MARKS:
             unused = (*unused, "thinking_token_budget")
         return replace(wish, hints=(*wish.hints, *unused)) if unused else wish
