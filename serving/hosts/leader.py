@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 
@@ -30,6 +30,7 @@ from shiftjax.options import ConfigError
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 256  # messages that a follower has not taken; steps in flight are a few
+HELLO_SECONDS = 10.0  # in which a peer says who it is
 EXPLAIN_SECONDS = 3.0  # in which a host whose absence fails a step is known to be gone
 WATCH_SECONDS = 0.25
 CLOSE_SECONDS = 5.0
@@ -67,8 +68,8 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._changed = threading.Condition(self._lock)
         self._lost: LostHostError | None = None
         self._has_lost = threading.Event()
-        self._refusal: str | None = None  # why a host cannot be one of these
-        self._has_begun = self._is_closing = False
+        self._refusal: str | None = None  # why the last of those refused cannot be one of these
+        self._has_all = self._has_begun = self._is_closing = False
         self._server = grpc.server(
             ThreadPoolExecutor(2 * terms.num + 2, thread_name_prefix="hosts"),
             options=CHANNEL_OPTIONS,
@@ -90,19 +91,18 @@ class LeaderHosts(pb_grpc.HostsServicer):
         self._server.start()
 
     def gather(self, seconds: float = JOIN_SECONDS) -> None:
-        """Wait until all hosts have come.
+        """Wait until all hosts have come. One that differs is refused, and may come again.
 
-        Raises ConfigError for one that differs, LostHostError for one that does not come.
+        Raises LostHostError for one that does not come.
         """
         with self._changed:
-            is_over = lambda: self._refusal or self._lost or len(self._peers) == self.num - 1  # noqa: E731
+            is_over = lambda: self._lost or len(self._peers) == self.num - 1  # noqa: E731
             self._changed.wait_for(is_over, seconds)
             missing = [rank for rank in range(1, self.num) if rank not in self._peers]
-        if self._refusal is not None:
-            self._server.stop(1.0).wait()  # who is refused hears why, and the others of the end
-            raise ConfigError([self._refusal])
+            self._has_all = not missing
         if missing:
-            raise self._lose(f"hosts {missing} have not come in {seconds:.0f} s")
+            why = f"; the last one was refused: {self._refusal}" if self._refusal else ""
+            raise self._lose(f"hosts {missing} have not come in {seconds:.0f} s{why}")
         threading.Thread(target=self._watch, name="watch hosts", daemon=True).start()
         self._tell(pb.LeaderMessage(welcome=pb.Welcome()))
 
@@ -203,9 +203,8 @@ class LeaderHosts(pb_grpc.HostsServicer):
         """The call of one follower, as long as the engine lives."""
         metadata = dict(context.invocation_metadata())
         if not has_key(str(metadata.get(AUTHORIZATION, "")).encode(), self._keys):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the hosts' secret is another one")
-        hello = next(request_iterator).hello
-        peer = self._admitted(hello, context)
+            _refuse(context, "the hosts' secret is another one", grpc.StatusCode.UNAUTHENTICATED)
+        peer = self._admitted(_hello(request_iterator, context), context)
         context.add_callback(lambda: self._on_end(peer))
         threading.Thread(target=self._read, args=(peer, request_iterator), daemon=True).start()
         while self._lost is None:
@@ -229,13 +228,11 @@ class LeaderHosts(pb_grpc.HostsServicer):
             if problem is None and rank in self._peers:
                 problem = f"host_rank = {rank} is there already: give each host its own"
             if problem is None:
-                self._peers[rank] = Peer(rank)
-            elif len(self._peers) < self.num - 1:
-                self._refusal = problem
-            self._changed.notify_all()
-        if problem is not None:
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, problem)
-        return self._peers[rank]
+                peer = self._peers[rank] = Peer(rank)
+                self._changed.notify_all()
+                return peer
+            self._refusal = problem
+        _refuse(context, problem)
 
     def _read(self, peer: Peer, messages: Iterator[Any]) -> None:
         try:
@@ -252,5 +249,35 @@ class LeaderHosts(pb_grpc.HostsServicer):
 
     def _on_end(self, peer: Peer) -> None:
         peer.gone.set()
-        if not self._is_closing:
+        with self._lock:
+            may_come_again = not self._has_all
+            if may_come_again:
+                del self._peers[peer.rank]
+        if may_come_again:
+            logger.warning("host %d has gone before all had come: waiting on", peer.rank)
+        elif not self._is_closing:
             self._lose(f"host {peer.rank} has gone")
+
+
+def _hello(messages: Iterator[Any], context: Any) -> Any:
+    """What a peer says of itself; the call of one that does not is ended."""
+    timer = threading.Timer(HELLO_SECONDS, context.cancel)
+    timer.daemon = True
+    timer.start()
+    try:
+        message = next(messages, None)
+    except Exception:  # the call was cancelled, by the peer or by the timer
+        message = None
+    timer.cancel()
+    if message is None or not message.HasField("hello"):
+        _refuse(context, "it does not say which host it is")
+    return message.hello
+
+
+def _refuse(
+    context: Any, words: str, code: grpc.StatusCode = grpc.StatusCode.FAILED_PRECONDITION
+) -> NoReturn:
+    """End the call of a peer that cannot be one of the hosts; both sides say why."""
+    logger.warning("refused %s, waiting on: %s", context.peer(), words)
+    context.abort(code, words)
+    raise AssertionError("abort raises")

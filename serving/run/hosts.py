@@ -50,7 +50,7 @@ def open_leader(
 ) -> tuple["LLM", LeaderHosts]:
     """Wait for the other hosts, then load and compile with them.
 
-    Raises ConfigError for hosts that differ, LostHostError for those that do not come or go.
+    Raises LostHostError for those that do not come, or go.
     """
     files = _files(config, options, phases)
     hosts = LeaderHosts(_terms(config, options, files), on_lost)

@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 
+import grpc
 import pytest
 from certificates import NEEDS_OPENSSL, make_authority, make_own
 from served import free_port
@@ -15,6 +16,8 @@ from serving.hosts import follower, leader
 from serving.hosts.follower import FollowerHosts
 from serving.hosts.leader import LeaderHosts
 from serving.hosts.terms import Terms, differences
+from serving.proto import shiftjax_pb2 as pb
+from serving.proto import shiftjax_pb2_grpc as pb_grpc
 from serving.run.hosts import channel_credentials
 from serving.server.options import ServerOptions
 from serving.server.tls import Certificates
@@ -97,10 +100,7 @@ def test_calls_come_in_order_and_the_end_is_a_good_one():
             assert [next(calls) for _ in range(49)] == [b"%d" % n for n in range(1, 50)]
             assert next(calls) is None  # a pause
             each.done(49)
-        deadline = time.monotonic() + WAIT
-        while {peer.done for peer in hosts.leader._peers.values()} != {49}:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: {peer.done for peer in hosts.leader._peers.values()} == {49})
         ends = [in_thread(list, each.calls()) for each in hosts.followers]
         closes = in_thread(hosts.leader.close)
         assert [end.get(timeout=WAIT) for end in ends] == [[], []]
@@ -163,15 +163,88 @@ def test_differences_are_said_by_name():
         ({"rank": 2}, "host_rank = 2 is none of hosts = 2"),
     ],
 )
-def test_a_host_that_differs_is_refused_on_both_sides(fields, words):
-    terms = terms_of(0)
+def test_a_host_that_differs_is_refused_on_both_sides_and_may_come_again(fields, words, caplog):
+    with gathering() as (terms, hosts, gathered):
+        other = FollowerHosts(replace(terms, **({"rank": 1} | fields)))
+        with pytest.raises(ConfigError) as caught:
+            other.connect()
+        assert words in str(caught.value)
+        assert words in caplog.text and "waiting on" in caplog.text
+        assert gathered.empty()
+        FollowerHosts(replace(terms, rank=1)).connect()
+        assert gathered.get(timeout=WAIT) is None
+        assert hosts._lost is None
+
+
+@contextmanager
+def gathering(num: int = 2):
+    """(terms, a leader that waits, what its wait comes to)"""
+    terms = terms_of(0, num)
     hosts = LeaderHosts(terms)
     hosts.start()
-    other = FollowerHosts(replace(terms, **({"rank": 1} | fields)))
-    problems = in_thread(other.connect)
-    with pytest.raises(ConfigError, match=words):
-        hosts.gather(WAIT)
-    assert words in str(problems.get(timeout=WAIT))
+    try:
+        yield terms, hosts, in_thread(hosts.gather, WAIT)
+    finally:
+        hosts._is_closing = True
+        hosts._server.stop(0)
+
+
+def test_a_wait_in_vain_tells_of_the_last_refusal():
+    with gathering() as (terms, hosts, _):
+        facts = FACTS | {"sp": "2"}
+        with pytest.raises(ConfigError):
+            FollowerHosts(replace(terms, rank=1, facts=facts)).connect()
+        with pytest.raises(LostHostError, match=r"hosts \[1\] .* refused: .*sp is '2' on host 1"):
+            hosts.gather(0.1)
+
+
+def call_with(terms: Terms, messages) -> grpc.Call:
+    """The call of a peer with the right secret, that says `messages`."""
+    stub = pb_grpc.HostsStub(grpc.insecure_channel(terms.address))
+    return stub.Follow(messages, metadata=(("authorization", f"Bearer {terms.secret}"),))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [pb.FollowerMessage(progress=pb.Progress(calls=1))], None],
+    ids=["ends", "other", "silent"],
+)
+def test_a_peer_that_does_not_say_who_it_is_is_refused(messages, monkeypatch, caplog):
+    """Without a traceback, and a silent one does not keep a thread for ever."""
+    monkeypatch.setattr(leader, "HELLO_SECONDS", 0.2)
+    says_nothing: queue.Queue = queue.Queue()
+    with gathering() as (terms, _, gathered):
+        silence = iter(says_nothing.get, None)
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call_with(terms, silence if messages is None else iter(messages)))
+        says_nothing.put(None)
+        expected = {"FAILED_PRECONDITION"} if messages is not None else {"CANCELLED"}
+        assert {caught.value.code().name} == expected
+        wait_until(lambda: "does not say which host it is" in caplog.text)
+        FollowerHosts(replace(terms, rank=1)).connect()
+        assert gathered.get(timeout=WAIT) is None
+    assert "Traceback" not in caplog.text and "Exception" not in caplog.text
+
+
+def test_a_host_that_ends_before_all_have_come_may_come_again():
+    with gathering(3) as (terms, hosts, gathered):
+        one, two = (FollowerHosts(replace(terms, rank=rank)) for rank in (1, 2))
+        connects = in_thread(one.connect)
+        wait_until(lambda: 1 in hosts._peers)
+        one.close()
+        wait_until(lambda: not hosts._peers)
+        assert gathered.empty() and connects.empty()
+        again = FollowerHosts(replace(terms, rank=1))
+        answers = in_thread(again.connect), in_thread(two.connect)
+        assert gathered.get(timeout=WAIT) is None
+        assert [each.get(timeout=WAIT) for each in answers] == [None, None]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_another_secret_is_refused_and_changes_nothing():
