@@ -18,7 +18,7 @@ import msgspec
 
 from serving.cli.batch_formats import FORMATS, Format, Line, read_lines
 from serving.cli.batch_lines import run_lines
-from serving.cli.batch_output import append, has_answer, open_output
+from serving.cli.batch_output import has_answer, open_output
 from serving.cli.batch_phases import settle_phases
 from serving.cli.batch_progress import shown_tally
 from serving.cli.batch_tally import Tally
@@ -29,6 +29,7 @@ from serving.run.serve import served_model
 from serving.run.start import look, open_llm
 from serving.server.async_engine import AsyncEngine
 from serving.server.service import Service
+from serving.stored.appended import append
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import SamplingParams

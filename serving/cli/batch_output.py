@@ -3,28 +3,13 @@
 Where a run has broken off, at whatever byte, the file begins with what the whole run would have.
 """
 
-import os
 from collections.abc import Sequence
-from contextlib import suppress
-from io import FileIO
 from pathlib import Path
 
 import msgspec
 
 from serving.cli.batch_formats import Format, Line
 from shiftjax.options import ConfigError, shown
-
-
-def append(file: FileIO, record: bytes) -> None:
-    """Write all of a record, or nothing where the disk is full. Raises OSError."""
-    end, rest = os.fstat(file.fileno()).st_size, record
-    try:
-        while rest:
-            rest = rest[file.write(rest) :]
-    except OSError:
-        with suppress(OSError):  # a device or a pipe keeps what it has
-            file.truncate(end)
-        raise
 
 
 def open_output(path: Path, lines: Sequence[Line], resume: bool, form: Format) -> list[Line]:

@@ -10,10 +10,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.batches import batch_routes, run_batches
 from serving.http.cache import LOCAL, cache_routes
 from serving.http.described import Described
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
+from serving.http.files import file_routes
 from serving.http.generate import Generate
 from serving.http.guard import LOOPBACK, Guard, read_body, send_json, warning_headers
 from serving.http.info import info_routes
@@ -59,9 +61,13 @@ def all_routes(service: Service) -> list[BaseRoute]:
         *info_routes(service, endpoints.ready),
         *cache_routes(service),
         *stored_routes(service, kept),
+        *file_routes(service, kept),
+        *batch_routes(service, kept),
         root_route(service.options.ui),
         *(page_routes(service) if service.options.ui else ()),
     ]
+    asked = {each.path: each.endpoint for each in routes if isinstance(each, Described)}
+    run_batches(service, kept, asked)
     return [*routes, Route("/openapi.json", _documented(routes))]
 
 

@@ -16,11 +16,10 @@ from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.json_body import parse_json
-from serving.server.quotas import CALLER
 from serving.server.service import Generation, Service
 from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
-from serving.stored.documents import owner_of
+from serving.stored.documents import owner_now
 from serving.stored.responses import Exchange, Memory, NoMemory
 
 logger = logging.getLogger(__name__)
@@ -47,7 +46,7 @@ class Generate:
         try:
             body = await read_body(scope, receive, self._service.options.max_request_bytes)
             values, timeout = parse_json(body), timeout_of(scope)
-            owner, request_id = owner_of(CALLER.get()), scope["request_id"]
+            owner, request_id = owner_now(), scope["request_id"]
             exchange = await self._memory.begin(owner, request_id, values)
         except ServeError as error:
             self._service.refuse(error)

@@ -9,7 +9,11 @@ from starlette.routing import BaseRoute
 
 from serving.http.described import Described
 
-ANSWERS = {"application/json": {"type": "object"}, "text/plain": {"type": "string"}}
+ANSWERS = {
+    "application/json": {"type": "object"},
+    "text/plain": {"type": "string"},
+    "application/octet-stream": {"type": "string", "format": "binary"},
+}
 ERRORS = (400, 401, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 ERROR_SCHEMA = {
     "type": "object",

@@ -12,10 +12,9 @@ from serving.http.guard import read_body, warning_headers
 from serving.server.dialects.responses_api import Item, typed
 from serving.server.errors import ServeError, invalid
 from serving.server.json_body import parse_json, read
-from serving.server.quotas import CALLER
 from serving.server.schema import check_metadata
 from serving.server.service import Service
-from serving.stored.documents import owner_of
+from serving.stored.documents import owner_now
 from serving.stored.items import page
 from serving.stored.setup import Kept
 
@@ -51,7 +50,7 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
     def route(path: str, verb: str, summary: str, answer: Answer, body: Any = None) -> Described:
         async def endpoint(request: Request) -> Response:
             request.state.ignored = ()
-            told = msgspec.json.encode(await answer(request, owner_of(CALLER.get())))
+            told = msgspec.json.encode(await answer(request, owner_now()))
             response = Response(told, media_type="application/json")
             response.raw_headers += warning_headers(request.state.ignored)
             return response
@@ -68,51 +67,53 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
     async def response(request: Request, owner: str) -> Json:
         if request.query_params.get("stream", "false") != "false":
             raise invalid("stream", "is of responses in the background", "unsupported_parameter")
-        return await kept.responses.get(owner, request.path_params["id"])
+        return await kept.talks.responses.get(owner, request.path_params["id"])
 
     async def delete_response(request: Request, owner: str) -> Json:
         name = request.path_params["id"]
-        await kept.responses.delete(owner, name)
+        await kept.talks.responses.delete(owner, name)
         return {"id": name, "object": "response", "deleted": True}
 
     async def input_items(request: Request, owner: str) -> Json:
-        items = await kept.responses.input_items(owner, request.path_params["id"])
+        items = await kept.talks.responses.input_items(owner, request.path_params["id"])
         return page(items, request.query_params)
 
     async def cancel(request: Request, owner: str) -> Json:
-        await kept.responses.get(owner, request.path_params["id"])
+        await kept.talks.responses.get(owner, request.path_params["id"])
         raise invalid("background", "was not asked for: only such a response can be cancelled")
 
     async def new(request: Request, owner: str) -> Json:
         asked, values = await fields(request, ConversationFields)
         items = _few(values.get("items") or [])
-        return await kept.conversations.create(owner, items, _metadata(asked.metadata))
+        return await kept.talks.conversations.create(owner, items, _metadata(asked.metadata))
 
     async def conversation(request: Request, owner: str) -> Json:
-        return (await kept.conversations.get(owner, request.path_params["id"]))["conversation"]
+        return (await kept.talks.conversations.get(owner, request.path_params["id"]))[
+            "conversation"
+        ]
 
     async def change(request: Request, owner: str) -> Json:
         asked, _ = await fields(request, ChangeFields)
         name, metadata = request.path_params["id"], _metadata(asked.metadata)
-        return await kept.conversations.describe(owner, name, metadata)
+        return await kept.talks.conversations.describe(owner, name, metadata)
 
     async def delete(request: Request, owner: str) -> Json:
         name = request.path_params["id"]
-        await kept.conversations.delete(owner, name)
+        await kept.talks.conversations.delete(owner, name)
         return {"id": name, "object": "conversation.deleted", "deleted": True}
 
     async def items(request: Request, owner: str) -> Json:
-        document = await kept.conversations.get(owner, request.path_params["id"])
+        document = await kept.talks.conversations.get(owner, request.path_params["id"])
         return page(document["items"], request.query_params)
 
     async def add(request: Request, owner: str) -> Json:
         _, values = await fields(request, ItemsFields)
         added = _few(values["items"])
-        told = await kept.conversations.add(owner, request.path_params["id"], added)
+        told = await kept.talks.conversations.add(owner, request.path_params["id"], added)
         return page(told, {"order": "asc", "limit": "100"})
 
     async def item(request: Request, owner: str) -> Json:
-        document = await kept.conversations.get(owner, request.path_params["id"])
+        document = await kept.talks.conversations.get(owner, request.path_params["id"])
         wanted = request.path_params["item"]
         for each in document["items"]:
             if each["id"] == wanted:
@@ -121,7 +122,7 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
 
     async def remove(request: Request, owner: str) -> Json:
         places = request.path_params
-        return await kept.conversations.remove(owner, places["id"], places["item"])
+        return await kept.talks.conversations.remove(owner, places["id"], places["item"])
 
     return [
         route(RESPONSE, "GET", "A response that was kept", response),

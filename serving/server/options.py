@@ -145,6 +145,17 @@ class ServerOptions:
     store_dir: str | None = option(
         None, "folder in which they are kept over restarts; default: in memory"
     )
+    files_dir: str | None = option(
+        None, "folder of files and batches that clients upload and start; default: none are taken"
+    )
+    files_bytes: str = option("10GiB", "bytes of files that an API key may keep", check=_size)
+    max_file_bytes: str = option("200MiB", "largest file that is taken", check=_size)
+    batch_requests: int | None = option(
+        None,
+        "requests of batches that run at once; default: half of max_num_seqs",
+        low=1,
+        high=1 << 20,
+    )
     root_path: str | None = option(
         None, "prefix of all paths, as /llm, behind a proxy that keeps it; default: none"
     )
@@ -209,6 +220,8 @@ def server_problems(options: ServerOptions) -> list[str]:
         problems.append("root_path must be as /llm, without a slash at its end")
     if options.store_dir is not None and not num_bytes_of(options.store_responses):
         problems.append("store_dir needs store_responses, say 1GiB: how much to keep there")
+    if options.batch_requests is not None and options.files_dir is None:
+        problems.append("batch_requests needs files_dir: the folder of batches and their files")
     problems += _kv_event_problems(options)
     if not isinstance(_json(options.default_chat_template_kwargs or "{}"), dict):
         problems.append("default_chat_template_kwargs must be a JSON object")

@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from serving.server.errors import ServeError
-from serving.server.quotas import Caller
+from serving.server.quotas import CALLER
 from shiftjax.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -41,10 +42,15 @@ class FullError(Exception):
     """A document is larger than all that may be kept."""
 
 
-def owner_of(caller: Caller) -> str:
-    """Whose documents a caller may see: those of its API key, which cannot be read from it."""
-    key = caller.key or b""
-    return hashlib.blake2b(key, digest_size=16, person=b"shiftjax-owner").hexdigest()
+ON_BEHALF: ContextVar[str | None] = ContextVar("on_behalf", default=None)
+"""The owner for whom the current task asks, when no client waits for it."""
+
+
+def owner_now() -> str:
+    """Whose documents the current task may see: those of its API key, which it does not tell."""
+    key = CALLER.get().key or b""
+    owner = hashlib.blake2b(key, digest_size=16, person=b"shiftjax-owner").hexdigest()
+    return ON_BEHALF.get() or owner
 
 
 class Shelf:

@@ -34,11 +34,11 @@ def _item(given: Json) -> Json:
     return item
 
 
-def page(items: Sequence[Json], query: Mapping[str, str]) -> Json:
+def page(items: Sequence[Json], query: Mapping[str, str], most: int = MAX_LIMIT) -> Json:
     """A part of a list, by the query's `limit`, `order` and `after`. Raises `ServeError`."""
     text, order = query.get("limit", str(LIMIT)), query.get("order", "desc")
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MAX_LIMIT):
-        raise invalid("limit", f"must be between 1 and {MAX_LIMIT}")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+        raise invalid("limit", f"must be between 1 and {most}")
     if order not in ("asc", "desc"):
         raise invalid("order", "must be asc or desc")
     found = list(items) if order == "asc" else list(reversed(items))

@@ -1,55 +1,94 @@
 """What a server keeps, as its settings say. No JAX."""
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from serving.server.errors import ServeError
-from serving.server.options import ServerOptions
 from serving.server.service import Service
+from serving.stored.batch_run import Limits
+from serving.stored.batches import Batches
 from serving.stored.conversations import Conversations
 from serving.stored.documents import Documents
+from serving.stored.files import Files
 from serving.stored.responses import Memory, NoResponses, StoredResponses
-from shiftjax.options import num_bytes_of
+from shiftjax.options import ConfigError, num_bytes_of
 
-RESPONSES_FILE = "responses.db"
+RESPONSES_FILE, FILES_FILE = "responses.db", "files.db"
+
+
+class Talks(NamedTuple):
+    """Responses and conversations."""
+
+    responses: StoredResponses
+    conversations: Conversations
+
+
+class Store(NamedTuple):
+    """Files and batches."""
+
+    files: Files
+    batches: Batches
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Responses and conversations; None: nothing is kept."""
+    """All that is kept; None: that kind is off."""
 
-    stored: tuple[StoredResponses, Conversations] | None = None
+    maybe_talks: Talks | None = None
+    maybe_store: Store | None = None
 
     @property
     def memory(self) -> Memory:
         """What requests for responses refer to."""
-        return NoResponses() if self.stored is None else self.stored[0]
+        return NoResponses() if self.maybe_talks is None else self.maybe_talks.responses
 
     @property
-    def responses(self) -> StoredResponses:
-        """The responses. Raises `ServeError` where none are kept."""
-        return self._both()[0]
-
-    @property
-    def conversations(self) -> Conversations:
-        """The conversations. Raises `ServeError` where none are kept."""
-        return self._both()[1]
-
-    def _both(self) -> tuple[StoredResponses, Conversations]:
-        if self.stored is None:
+    def talks(self) -> Talks:
+        """Responses and conversations. Raises `ServeError` where none are kept."""
+        if self.maybe_talks is None:
             words = "This server keeps no responses and conversations: --store-responses SIZE."
             raise ServeError("not_found", words, code="store_off")
-        return self.stored
+        return self.maybe_talks
+
+    @property
+    def store(self) -> Store:
+        """Files and batches. Raises `ServeError` where none are kept."""
+        if self.maybe_store is None:
+            words = "This server keeps no files and batches: --files-dir DIR."
+            raise ServeError("not_found", words, code="files_off")
+        return self.maybe_store
 
 
 def open_kept(service: Service) -> Kept:
     """What the service keeps, until it closes. Raises ConfigError for a folder of no use."""
-    options: ServerOptions = service.options
-    most = num_bytes_of(options.store_responses)
+    return Kept(_open_talks(service), _open_store(service))
+
+
+def _open_talks(service: Service) -> Talks | None:
+    options = service.options
+    most, folder = num_bytes_of(options.store_responses), options.store_dir
     if not most:
-        return Kept()
-    folder = options.store_dir
+        return None
     documents = Documents(None if folder is None else Path(folder) / RESPONSES_FILE, most)
     service.on_close.append(documents.close)
     responses = StoredResponses(documents, options.max_request_bytes)
-    return Kept((responses, Conversations(documents)))
+    return Talks(responses, Conversations(documents))
+
+
+def _open_store(service: Service) -> Store | None:
+    options = service.options
+    if options.files_dir is None:
+        return None
+    if importlib.util.find_spec("python_multipart") is None:
+        raise ConfigError(["files_dir needs python-multipart: pip install 'shiftjax[serving]'"])
+    folder = Path(options.files_dir)
+    documents = Documents(folder / FILES_FILE, None)
+    try:
+        files = Files(folder, documents, num_bytes_of(options.files_bytes))
+    except OSError as error:
+        raise ConfigError([f"{folder}: {error.strerror}"]) from None
+    batches = Batches(documents, files, Limits(options.max_request_bytes))
+    service.on_close += [batches.close, documents.close]
+    return Store(files, batches)
