@@ -67,6 +67,7 @@ class Experts:
     num_groups: int = 1  # of neighbours, equally many
     groups_per_token: int = 1
     scale: float = 1.0  # of the weights of a token's experts
+    scales_input: bool = False  # weights are of what experts read, not of what they give (Llama 4)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm on q and k before rope, over head_dim (Qwen3)
     wide_qk_norm: bool = False  # over all heads together instead (OLMo 2)
+    qk_unit_norm: bool = False  # without weights, and after rope, where there is rope (Llama 4)
     qk_norm_by_head: bool = False  # over head_dim, but each head has weights of its own (Cohere)
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     norm_in_float32: bool = False  # and are rounded after the weight is applied, not before

@@ -54,6 +54,7 @@ DECODERS: Mapping[str, Decoder] = MappingProxyType(
         "smollm3": Decoder("SmolLM3ForCausalLM"),
         "exaone4": Decoder("Exaone4ForCausalLM", {"qk_norm": True}),
         "minimax_m2": Decoder("MiniMaxM2ForCausalLM", _OLMO),
+        "llama4_text": Decoder("Llama4ForCausalLM", {"rope_interleaved": True}),
         "cohere": Decoder("CohereForCausalLM", _COHERE),
         "cohere2": Decoder("Cohere2ForCausalLM", _COHERE),
     }

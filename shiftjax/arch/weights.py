@@ -186,7 +186,8 @@ def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Wei
         names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)  # what is planned for alone
         yield from _moe(config.experts, hidden, names)
     else:
-        yield from _mlp("mlp", (config.intermediate_size, hidden), "mlp", config.mlp_bias)
+        source = "feed_forward" if config.architecture == "llama4_text" else "mlp"
+        yield from _mlp("mlp", (config.intermediate_size, hidden), source, config.mlp_bias)
     if config.qk_norm:
         yield from _qk_norms(config)
     if config.attention_sinks:  # attention has its own heads in every mode, as SHIFT splits them
@@ -229,6 +230,11 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
         **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_EXPERTS),
         "glm4_moe": _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
         "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
+        "llama4_text": _QWEN_EXPERTS._replace(
+            router="feed_forward.router",
+            expert=f"feed_forward.experts.{EACH}",
+            shared="feed_forward.shared_expert",
+        ),
         "mixtral": _MIXTRAL_EXPERTS,
         "minimax_m2": _MIXTRAL_EXPERTS._replace(
             correction="block_sparse_moe.e_score_correction_bias"

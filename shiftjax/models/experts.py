@@ -39,7 +39,7 @@ def route(
     if bias is not None:
         logits = logits + bias[None].astype(jnp.float32)
     if experts.scores == "sigmoid":
-        return _by_sigmoids(jax.nn.sigmoid(logits), experts, correction)
+        return _by_sigmoids(logits, experts, correction)
     largest, chosen = jax.lax.top_k(logits, experts.per_token)
     if experts.norm_topk:
         return jax.nn.softmax(largest, axis=-1), chosen
@@ -47,12 +47,17 @@ def route(
 
 
 def _by_sigmoids(
-    scores: Float[Array, "tokens experts"],
+    logits: Float[Array, "tokens experts"],
     experts: Experts,
     correction: Float[Array, " experts"] | None,
 ) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
-    """The same of sigmoids, which a correction may change for the choice alone."""
-    ranked = scores if correction is None else scores + correction[None]
+    """The same of sigmoids, which a correction may change for the choice alone.
+
+    Without one, and without groups, logits are ranked: of large ones all sigmoids are 1.
+    """
+    scores = jax.nn.sigmoid(logits)
+    ranked = scores if experts.num_groups > 1 else logits
+    ranked = ranked if correction is None else scores + correction[None]
     if experts.groups_per_token < experts.num_groups:
         groups = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
         best = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
@@ -134,6 +139,8 @@ def _gather(
     """All tokens on every device: each adds what its own experts give."""
     x = layer.parallel.gather_tokens(x)
     gains, chosen = layer.route(x)
+    if layer.experts.scales_input:  # one expert a token
+        x, gains = _times(x, gains), jnp.ones_like(gains)
     own = chosen - layer.parallel.place * layer.num_own
     is_real = jnp.arange(x.shape[0]) < layer.num_tokens
     is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
@@ -141,6 +148,13 @@ def _gather(
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
     return layer.parallel.sum_of_all(partial, shared)
+
+
+def _times(
+    x: Float[Array, "tokens hidden"], gains: Float[Array, "tokens 1"]
+) -> Float[Array, "tokens hidden"]:
+    """Return tokens times the weights of their experts."""
+    return (x.astype(jnp.float32) * gains).astype(x.dtype)
 
 
 class Sent(NamedTuple):
@@ -179,7 +193,9 @@ def _exchange(
     """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
     parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
     own, (num, k) = parallel.own_part(x), sent.gains.shape
-    at = sent.device, sent.place
+    at, gains = (sent.device, sent.place), sent.gains
+    if layer.experts.scales_input:
+        own, gains = _times(own, gains), jnp.ones_like(gains)
     rows = jnp.broadcast_to(own[:, None], (num, k, own.shape[1]))
     send = jnp.zeros((*shape, own.shape[1]), x.dtype).at[at].set(rows, mode="drop")
     nobody = jnp.full(shape, layer.num_own, jnp.int32)
@@ -191,6 +207,6 @@ def _exchange(
     back = parallel.exchange(parts.reshape(send.shape))
     parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
     is_sent = (sent.device < shape[0])[..., None]
-    out = jnp.where(is_sent, parts * sent.gains[..., None], 0).sum(axis=1).astype(x.dtype)
+    out = jnp.where(is_sent, parts * gains[..., None], 0).sum(axis=1).astype(x.dtype)
     out = parallel.whole_part(out)
     return out if shared is None else out + parallel.reduce(shared)

@@ -76,6 +76,14 @@ def rms_norm(
     return weighted(wide * scale, weight, x.dtype, in_float32=in_float32)
 
 
+def unit_norm(x: Float[Array, "... width"], eps: float) -> Float[Array, "... width"]:
+    """Root-mean-square norm without a weight, in float32, rounded once."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(
+        x.dtype
+    )
+
+
 def weighted(
     normed: Float[Array, "... width"], weight: Float[Array, "..."], dtype: Any, *, in_float32: bool
 ) -> Float[Array, "... width"]:

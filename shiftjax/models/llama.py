@@ -39,6 +39,7 @@ from shiftjax.models.layers import (
     norm_weight,
     rope_tables,
     scaled,
+    unit_norm,
     weighted,
 )
 from shiftjax.models.products import Matrix, gate_with, project_in, project_out
@@ -119,6 +120,8 @@ class Attention(Part):
             q = norm(q, self.q_norm[...], self.config)
             k = norm(k, self.k_norm[...], self.config)
         q, k = self._rotated(q, context), self._rotated(k, context)
+        if self.config.qk_unit_norm and self.kind.has_rope:
+            q, k = (unit_norm(x, self.config.rms_norm_eps) for x in (q, k))
         q, k, v = parallel.scatter_heads(q, k, v)
         terms = self.terms(place)
         pool = backend.write(pool, k, v, metadata.slot_mapping, terms)

@@ -12,12 +12,15 @@ class _Names(NamedTuple):
     num: tuple[str, ...]  # the first is written, all are read
     width: str
     norm_topk: str | None = None  # None: the weights of a token's experts always sum to one
-    dense: Literal["none", "listed", "first"] = "none"  # how layers without experts are told
+    dense: Literal["none", "listed", "first", "others"] = (
+        "none"  # how layers without experts are told
+    )
     has_bias: bool = False
     shared: str | None = None  # the width of the expert that all tokens use
     num_shared: str | None = None  # or how many of the others' width it has
     has_shared_gate: bool = False
     has_sigmoids: bool = False  # with a correction, groups and a scale
+    scales_input: bool = False  # by a sigmoid
 
 
 _NUM, _WIDTH, _NORM = ("num_experts",), "moe_intermediate_size", "norm_topk_prob"
@@ -30,6 +33,11 @@ _NAMES = {
     "qwen3_moe": _Names((*_NUM, "num_local_experts"), _WIDTH, _NORM, "listed"),
     "mixtral": _Names(("num_local_experts", *_NUM), "intermediate_size"),
     "minimax_m2": _Names(("num_local_experts",), "intermediate_size", has_sigmoids=True),
+    "llama4_text": _Names(
+        *(("num_local_experts",), "intermediate_size", None, "others"),
+        shared="intermediate_size",
+        scales_input=True,
+    ),
     "olmoe": _Names(_NUM, "intermediate_size", _NORM),
     "gpt_oss": _Names(("num_local_experts",), "intermediate_size", has_bias=True),
     "glm4_moe": _Names(
@@ -49,6 +57,8 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
     per_token, width = fields.count("num_experts_per_tok"), fields.count(names.width)
     if per_token > num and not fields.problems:
         fields.problem(f"num_experts_per_tok {per_token} is more than {num} experts")
+    if names.scales_input and per_token != 1:
+        fields.problem(f"num_experts_per_tok must be 1, found {per_token}")
     shared = fields.count(names.shared, minimum=0) if names.shared else 0
     if names.num_shared:
         shared = width * fields.count(names.num_shared, minimum=0)
@@ -58,11 +68,17 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
         width,
         shared,
         has_shared_gate=names.has_shared_gate and shared > 0,
-        norm_topk=names.norm_topk is None or fields.flag(names.norm_topk),
+        norm_topk=_norms_topk(fields, names),
         dense_layers=_dense_layers(fields, names),
         has_bias=names.has_bias,
         **_sigmoids(fields, num, per_token) if names.has_sigmoids else {},
+        **{"scores": "sigmoid", "scales_input": True} if names.scales_input else {},
     )
+
+
+def _norms_topk(fields: Fields, names: _Names) -> bool:
+    """Whether the weights of a token's experts sum to one."""
+    return fields.flag(names.norm_topk) if names.norm_topk else not names.scales_input
 
 
 def _sigmoids(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
@@ -88,11 +104,24 @@ def _dense_layers(fields: Fields, names: _Names) -> tuple[int, ...]:
         return tuple(range(min(num_layers, fields.count("first_k_dense_replace", 1, minimum=0))))
     if names.dense == "none":
         return ()
+    if names.dense == "others":
+        return _others(fields, num_layers)
     step, listed = fields.count("decoder_sparse_step", 1), fields.data.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
         fields.problem(f"mlp_only_layers must be a list of layers, found {listed!r}")
         return ()
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
+def _others(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers that `moe_layers` does not list, or a step leaves out."""
+    step, listed = fields.count("interleave_moe_layer_step"), fields.data.get("moe_layers")
+    if listed is None:
+        return tuple(i for i in range(num_layers) if (i + 1) % step)
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+        fields.problem(f"moe_layers must be a list of layers, found {listed!r}")
+        return ()
+    return tuple(i for i in range(num_layers) if i not in listed)
 
 
 def experts_to_json(config: ModelConfig) -> dict[str, Any]:
@@ -110,6 +139,9 @@ def experts_to_json(config: ModelConfig) -> dict[str, Any]:
         data[names.norm_topk] = experts.norm_topk
     if names.dense == "listed":
         data |= {"decoder_sparse_step": 1, "mlp_only_layers": list(experts.dense_layers)}
+    if names.dense == "others":
+        layers = range(config.num_layers)
+        data["moe_layers"] = [i for i in layers if i not in experts.dense_layers]
     if names.dense == "first":
         data["first_k_dense_replace"] = len(experts.dense_layers)
     if names.shared is not None:

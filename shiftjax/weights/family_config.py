@@ -1,9 +1,12 @@
 """What single model types say in `config.json`, and back: biases, scales, caps."""
 
+import logging
 from typing import Any, NamedTuple
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.weights.typed_fields import Fields
+
+logger = logging.getLogger(__name__)
 
 
 class _Biases(NamedTuple):
@@ -37,6 +40,31 @@ _MULTIPLIERS = {  # of Granite
 }
 
 
+def intermediate_of(architecture: str) -> str:
+    """Return the field that has the width of MLPs."""
+    return "intermediate_size_mlp" if architecture == "llama4_text" else "intermediate_size"
+
+
+def parse_positions(fields: Fields, architecture: str) -> int:
+    """Return the longest context.
+
+    Llama 4 sees chunks, and scales queries by their positions, beyond one chunk: what is served is
+    the first chunk, in which neither has an effect.
+    """
+    positions = fields.count("max_position_embeddings")
+    if architecture != "llama4_text":
+        return positions
+    limits = [positions]
+    if fields.has("attention_chunk_size"):
+        limits.append(fields.count("attention_chunk_size"))
+    if fields.data.get("attn_temperature_tuning"):
+        limits.append(fields.count("floor_scale"))
+    if min(limits) < positions:
+        words = "%s: %d of %d positions are served: chunked attention is not computed"
+        logger.warning(words, fields.file, min(limits), positions)
+    return min(limits)
+
+
 def epsilon_of(architecture: str) -> str:
     """Return the field that has what is added to a norm's mean of squares."""
     return "layer_norm_eps" if architecture in _COHERE else "rms_norm_eps"
@@ -57,6 +85,8 @@ def parse_family(fields: Fields, architecture: str, head_dim: int) -> dict[str, 
     """Return the scales, caps and norms of a model type that says something of them."""
     if architecture == "glm4_moe":
         return {"qk_norm": fields.flag("use_qk_norm")}
+    if architecture == "llama4_text":
+        return {"qk_unit_norm": fields.flag("use_qk_norm")}
     if architecture in _COHERE:
         has_norms = architecture == "cohere" and fields.flag("use_qk_norm")
         scale = fields.positive("logit_scale")
@@ -87,6 +117,9 @@ def family_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if config.architecture in ("glm4_moe", "cohere"):
         data["use_qk_norm"] = config.qk_norm
+    if config.architecture == "llama4_text":  # up to the positions that are served
+        data |= {"attention_chunk_size": None, "attn_temperature_tuning": False}
+        data |= {"use_qk_norm": config.qk_unit_norm}
     if config.architecture in _COHERE:
         data["logit_scale"] = config.logit_scale
     if config.architecture == "granite":

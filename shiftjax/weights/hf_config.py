@@ -11,8 +11,10 @@ from shiftjax.weights.expert_config import experts_to_json, parse_experts
 from shiftjax.weights.family_config import (
     epsilon_of,
     family_to_json,
+    intermediate_of,
     parse_biases,
     parse_family,
+    parse_positions,
 )
 from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
@@ -22,7 +24,7 @@ from shiftjax.weights.typed_fields import Fields, read_json
 
 ARCHITECTURES = {name: row.model_class for name, row in DECODERS.items()} | ENCODERS
 # The text model of these is a part of the file, of an architecture of its own.
-_WITH_IMAGES = {"gemma3": "gemma3_text"}
+_WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
 _GEMMA = ("gemma2", "gemma3_text")
 
 
@@ -56,7 +58,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     """
     architecture = data.get("model_type")
     if architecture in _WITH_IMAGES:
-        data, architecture = _text_part(data, file), _WITH_IMAGES[architecture]
+        data, architecture = _text_part(data, file, architecture), _WITH_IMAGES[architecture]
     if architecture not in ARCHITECTURES:
         known = ", ".join([*ARCHITECTURES, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
@@ -73,8 +75,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         name=name,
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
-        intermediate_size=fields.count("intermediate_size"),
-        max_position_embeddings=fields.count("max_position_embeddings"),
+        intermediate_size=fields.count(intermediate_of(architecture)),
+        max_position_embeddings=parse_positions(fields, architecture),
         **shape,
         **read_layers(fields, architecture, shape["head_dim"]),
         **traits_of(architecture),
@@ -91,11 +93,15 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     return replace(config, codes=codes_of(method, config))
 
 
-def _text_part(data: dict[str, Any], file: str) -> dict[str, Any]:
+def _text_part(data: dict[str, Any], file: str, architecture: str) -> dict[str, Any]:
     """Return the text model's part of a file, with what stands outside of it."""
     text = data.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: text_config must be an object, found {text!r}")
+    known = _WITH_IMAGES[architecture]
+    if text.get("model_type", known) != known:
+        found = text["model_type"]
+        raise CheckpointError(f"{file}: text_config: model_type must be {known}, found {found!r}")
     outside = ("bos_token_id", "eos_token_id", FIELD)
     return {name: data[name] for name in outside if data.get(name)} | text
 
@@ -168,7 +174,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        intermediate_of(config.architecture): config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,

@@ -14,6 +14,7 @@ from shiftjax.weights.hf_defaults import ROPE, defaults_of
 from shiftjax.weights.typed_fields import Fields
 
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
+_LISTED_ROPES = ("smollm3", "llama4_text")
 FULL, SLIDING = "full_attention", "sliding_attention"
 _ALL_SLIDE = ("mistral", "mixtral", "phi3")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
@@ -88,7 +89,7 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         )
     if architecture in (*_ALL_SLIDE, *_MAY_SLIDE, *_ALTERNATE):
         data["sliding_window"] = sliding[0].sliding_window if sliding else None
-    if architecture == "smollm3":
+    if architecture in _LISTED_ROPES:
         data["no_rope_layers"] = [int(kind.has_rope) for kind in config.kinds]
     if architecture in _MAY_SLIDE:
         data |= {"use_sliding_window": bool(sliding), "max_window_layers": 0}
@@ -109,7 +110,7 @@ def _window(fields: Fields, architecture: str) -> int | None:
 def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
     """Return, for each layer, whether it uses sliding-window attention, if there is a window."""
     kinds = fields.data.get("layer_types")
-    if kinds is not None:
+    if kinds is not None and architecture != "llama4_text":
         if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, SLIDING}:
             fields.problem(f"layer_types must be a list of {FULL} and {SLIDING}, found {kinds!r}")
         elif len(kinds) != num_layers and not fields.problems:
@@ -144,7 +145,7 @@ def _have_rope(
     fields: Fields, architecture: str, has_window: list[bool], window: int | None
 ) -> list[bool]:
     """Return, for each layer, whether it has rotary positions."""
-    if architecture == "smollm3":
+    if architecture in _LISTED_ROPES:
         return _listed_ropes(fields, len(has_window))
     if architecture == "cohere2" or (architecture == "exaone4" and window is not None):
         return has_window  # what sees everything tells positions by its causal mask alone
@@ -155,7 +156,7 @@ def _listed_ropes(fields: Fields, num_layers: int) -> list[bool]:
     """Return what `no_rope_layers` says, which has 1 for a layer with rotary positions."""
     name = "no_rope_layers"
     listed = fields.data.get(name)
-    if listed is None:
+    if not listed:
         every = fields.count("no_rope_layer_interval")
         return [(i + 1) % every != 0 for i in range(num_layers)]
     if not isinstance(listed, list) or len(listed) < num_layers or set(listed) - {0, 1}:

@@ -1,7 +1,8 @@
 """Tensors of Hugging Face checkpoints that are stored under other names, or several as one.
 
 Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. gpt-oss
-has all experts in one tensor `[experts, in, out]`, the columns of gate and up taking turns. A text
+has all experts in one tensor `[experts, in, out]`, the columns of gate and up taking turns; Llama 4
+has those of gate before those of up. A text
 model beside an encoder of images has something in front of its names. GLM-4.5 has layers behind the
 last that predict further tokens.
 """
@@ -17,14 +18,14 @@ from shiftjax.weights.source import CheckpointError, TensorInfo
 _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
-_STACKED_EXPERTS = ("gpt_oss",)
+_STACKED_EXPERTS = ("gpt_oss", "llama4_text")
 _WITH_DRAFTS = ("glm4_moe",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(gate_up|down)_proj(_bias)?")
+_EXPERTS = re.compile(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up|down)_proj(_bias)?")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
-_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|multi_modal_projector)\.")
+_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
 logger = logging.getLogger(__name__)
 
 
@@ -152,10 +153,12 @@ def _experts(
         raise CheckpointError(
             f"{info.file}: tensor {name}: expected shape {list(shape)}, found {list(info.shape)}"
         )
+    takes_turns = config.architecture == "gpt_oss"
     suffix, own = ("bias", (outputs,)) if found[3] else ("weight", (outputs, inputs))
     for expert in range(config.experts.num):
         for nth, part in enumerate(names):
-            place = Place(name, nth, len(names), expert)
+            first, step = (nth, len(names)) if takes_turns else (nth * outputs, 1)
+            place = Place(name, first, step, expert)
             yield f"{found[1]}.{expert}.{part}_proj.{suffix}", own, place
 
 

@@ -35,7 +35,7 @@ CASES += [
     (name, *mesh)
     for name in (
         *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
-        *("cohere", "minimax_m2"),
+        *("cohere", "minimax_m2", "llama4_text"),
     )
     for mesh in SPLITS
 ]

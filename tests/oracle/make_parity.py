@@ -307,6 +307,22 @@ MODELS: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "llama4_text": (  # served are 64 positions, the smaller of two limits
+        "llama4_text",
+        LEAST
+        | {
+            "num_hidden_layers": 3,
+            "intermediate_size": 16,
+            "intermediate_size_mlp": 24,
+            "moe_layers": [0, 2],
+            "num_local_experts": 4,
+            "no_rope_layers": [1, 0, 1],
+            "attention_chunk_size": 64,
+            "floor_scale": 80,
+            "attention_bias": True,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
 }
 
 

@@ -34,6 +34,16 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe_windows": ("qwen2_moe", WINDOWS | {"layer_types": ..., "num_hidden_layers": 30}),
     "qwen3_moe_windows": ("qwen3_moe", WINDOWS),
     "gemma3_pattern": ("gemma3_text", {"layer_types": ..., "sliding_window_pattern": 2}),
+    "llama4_steps": (
+        "llama4_text",
+        {
+            "moe_layers": ...,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [],
+            "layer_types": ...,
+        }
+        | {"no_rope_layer_interval": 2, "use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
     "mixtral_windows": ("mixtral", {"sliding_window": 8, "num_experts_per_tok": 1}),
     "glm4_moe_groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
     "qwen2_moe_steps": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),

@@ -1,5 +1,6 @@
 """Tensors under other names, or stacked in one: what is read is what a model has, and back."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,47 @@ def test_experts_in_one_tensor_are_read_one_by_one(tmp_path):
     np.testing.assert_array_equal(down, stored[f"{layer}.down_proj"][3].T)
     with pytest.raises(CheckpointError, match="convert to orbax instead"):
         save_huggingface(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outer", "text", "images"),
+    [
+        ("llama4", "llama4_text", "vision_model.layernorm_pre.weight"),
+        ("mistral3", "mistral", "vision_tower.ln_pre.weight"),
+    ],
+)
+def test_the_text_model_beside_one_of_images_is_read(tmp_path, outer, text, images):
+    alone = PARITY / text
+    config = json.loads((alone / "config.json").read_text())
+    whole = {"model_type": outer, "text_config": config, "eos_token_id": [2, 7]}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    stored = load_file(alone / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    tensors |= {
+        images: np.ones(4, np.float32),
+        "multi_modal_projector.norm.weight": np.ones(2, np.float32),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    source, expected = HuggingFaceSource(tmp_path, text), HuggingFaceSource(alone)
+    check_complete(source)
+    assert source.config == expected.config
+    for name in expected.tensors:
+        np.testing.assert_array_equal(source.read(name), expected.read(name))
+    other = whole | {"text_config": config | {"model_type": "ministral3"}}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match=f"model_type must be {text}, found 'ministral3'"):
+        HuggingFaceSource(tmp_path)
+
+
+def test_what_llama_4_computes_otherwise_behind_a_chunk_is_not_served(caplog):
+    source = HuggingFaceSource(PARITY / "llama4_text")
+    assert source.config.max_position_embeddings == 64
+    assert "64 of 512 positions are served: chunked attention is not computed" in caplog.text
+    stored = load_file(PARITY / "llama4_text" / "model.safetensors")
+    layer, width = "model.layers.2.feed_forward.experts", 16
+    stack = stored[f"{layer}.gate_up_proj"][3]
+    np.testing.assert_array_equal(source.read(f"{layer}.3.gate_proj.weight"), stack[:, :width].T)
+    np.testing.assert_array_equal(source.read(f"{layer}.3.up_proj.weight"), stack[:, width:].T)
 
 
 def test_experts_of_another_shape_are_refused(tmp_path):
