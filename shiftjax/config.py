@@ -116,6 +116,9 @@ class ModelOptions:
     override_generation_config: str | None = option(
         None, 'defaults of sampling that go before the file\'s, as {"temperature": 0.6}'
     )
+    plugins: str = option(
+        "all", "plugins of installed packages to load: all, none, or names with commas"
+    )
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )

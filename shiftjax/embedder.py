@@ -27,6 +27,7 @@ from shiftjax.embed.embed_settings import (
 from shiftjax.embed.step_device import EmbedDeviceRunner, EmbedStep
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.parallel.layout import Layout
+from shiftjax.plugins import ALL, load_plugins
 from shiftjax.settings import make_virtual_devices
 from shiftjax.text.embedding_inputs import Input, InputReader
 from shiftjax.weights.source import TensorSource
@@ -56,6 +57,7 @@ class Embedder:
     def __init__(
         self, model: str = "minilm-l6", *, progress: Progress | None = None, **options: Any
     ):
+        load_plugins(options.get("plugins", ALL))
         self._start(EngineConfig.from_options(model=model, **options), progress or _silent)
 
     @classmethod

@@ -28,6 +28,7 @@ from shiftjax.hosts.calls import Leader
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
+from shiftjax.plugins import ALL, load_plugins
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.rules import rules_of
@@ -61,6 +62,7 @@ class LLM:
     def __init__(
         self, model: str = "smollm2-135m", *, progress: Progress | None = None, **options: Any
     ):
+        load_plugins(options.get("plugins", ALL))
         self._start(EngineConfig.from_options(model=model, **options), progress)
 
     @classmethod

@@ -110,6 +110,19 @@ _KIND_NAMES = {
 }
 
 
+_MORE: dict[str, list[str]] = {}  # choices beside those that are declared, by setting
+
+
+def add_choice(name: str, choice: str) -> None:
+    """Let the setting of this name, which has choices, take one more."""
+    _MORE.setdefault(name, []).append(choice)
+
+
+def choices_of(setting: Setting) -> tuple[str, ...]:
+    """All that the setting may be; (): anything of its kind."""
+    return (*setting.choices, *_MORE.get(setting.name, ()))
+
+
 def problem_with(setting: Setting, value: Any) -> str | None:
     """What is wrong with `value` by itself, as "must be ..., got ..."; None if nothing is."""
     if value is None and setting.optional:
@@ -121,13 +134,13 @@ def problem_with(setting: Setting, value: Any) -> str | None:
     problem = setting.check(value) if setting.check else None
     if problem:
         return problem
-    if setting.choices and value not in setting.choices:
+    if setting.choices and value not in choices_of(setting):
         return f"must be {_wanted(setting)}, got {shown(value)}"
     return _out_of_bounds(setting, value)
 
 
 def _wanted(setting: Setting) -> str:
-    one_of = f"one of {', '.join(setting.choices)}"
+    one_of = f"one of {', '.join(choices_of(setting))}"
     return one_of if setting.choices else _KIND_NAMES[setting.kind]
 
 

@@ -6,7 +6,7 @@ The only file that reads environment variables. No JAX.
 import logging
 import os
 import re
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from shiftjax.options import (
     settings_of,
     unknown_name,
 )
+from shiftjax.plugins import ALL, load_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def resolve_with(
     from_environ, unknown = read_environ(os.environ if environ is None else environ, settings)
     problems += unknown
     given = [*from_file, *from_environ, *read_flags(flags, settings)]
+    problems += _plugin_problems([g for g in given if g.name == "plugins"])
     controls = controls or {}
     limits = [Given(name, value, name) for name, value in controls.items()]
     known = {**settings, **CONTROLS}
@@ -96,6 +98,24 @@ def resolve_with(
     rest = {name: options.pop(name) for name in others}
     options = {name: value for name, value in options.items() if name in SETTINGS}
     return EngineConfig.from_options(controls=controls, **options), rest
+
+
+def load_plugins_of(environ: Mapping[str, str] | None = None) -> None:
+    """Load the plugins that the environment says, for what reads no settings else.
+
+    Raises ConfigError.
+    """
+    name = f"{PREFIX}PLUGINS"
+    load_plugins((os.environ if environ is None else environ).get(name, ALL))
+
+
+def _plugin_problems(given: Sequence[Given]) -> list[str]:
+    """Load the plugins of the last that says which, before what they add is looked for."""
+    try:
+        load_plugins(given[-1].value if given else ALL)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
 
 
 def read_flags(flags: Mapping[str, str], settings: Mapping[str, Setting] = SETTINGS) -> list[Given]:

@@ -52,7 +52,7 @@ from target_texts import answer, invent, open_engine, read_questions
 
 from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.weights import EMBEDDING, LSTM_GATES
-from shiftjax.weights.hf_config import ARCHITECTURES
+from shiftjax.weights.hf_config import class_of
 from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.speculator_checkpoints import save_speculator
 
@@ -173,7 +173,7 @@ def export(weights: Weights, table: jax.Array, target: ModelConfig, directory: P
     }
     directory.mkdir(parents=True, exist_ok=True)
     stored = {name: np.asarray(x.astype(jnp.bfloat16)) for name, x in tensors.items()}
-    save_speculator(config, stored, directory, ARCHITECTURES[target.architecture])
+    save_speculator(config, stored, directory, class_of(target.architecture))
 
 
 @contextmanager

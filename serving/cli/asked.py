@@ -17,6 +17,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
+from shiftjax.settings import load_plugins_of
 from shiftjax.sim.experiments import target_from, target_of
 from shiftjax.sim.modelled import Target, deploy_config
 
@@ -46,6 +47,7 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
     target = {"machine": machine or arguments.machine, "engine": arguments.engine}
     target["hosts"] = arguments.hosts
     if arguments.config is None:
+        load_plugins_of()
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}

@@ -36,6 +36,7 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.hosts.calls import LostHostError
 from shiftjax.options import ConfigError
+from shiftjax.plugins import loaded_plugins
 from shiftjax.settings import environ_beside, fault_of, make_virtual_devices
 from shiftjax.weights.locate import find_model
 
@@ -64,6 +65,8 @@ def run_server(
     )
     for name in sorted(name for name in environ_beside() if name.startswith("VLLM_")):
         logger.warning("the variable %s has no effect: settings are flags or SHIFTJAX_NAME", name)
+    for plugin in loaded_plugins():
+        logger.info("loaded %s", plugin)
     keys = read_keys(options)
     check_kv_events(options, config)
     if config.parallel.phases is not None and options.simulate is None:

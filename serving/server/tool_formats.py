@@ -5,7 +5,7 @@ message, in the words that SmolLM2 was trained with (model card of SmolLM2-1.7B-
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,7 +60,7 @@ _GLM47 = partial(tagged, "<arg_key>", "</arg_key><arg_value>", "</arg_value>")
 _INVOKED = partial(tagged, '<parameter name="', '">', "</parameter>\n")
 
 # The first whose signs are all in a template is its format.
-FORMATS: Mapping[str, ToolFormat] = {
+FORMATS: dict[str, ToolFormat] = {
     "openai": ToolFormat(
         ("<|channel|>", "<|message|>"),
         None,

@@ -28,7 +28,7 @@ class Decoder(NamedTuple):
     traits: Mapping[str, Any] = MappingProxyType({})  # fields of `ModelConfig`
 
 
-DECODERS: Mapping[str, Decoder] = MappingProxyType(
+DECODERS: dict[str, Decoder] = dict(
     {
         "llama": Decoder("LlamaForCausalLM"),
         "llama_swiftkv": Decoder("LlamaSwiftKVForCausalLM"),

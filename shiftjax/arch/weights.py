@@ -401,7 +401,7 @@ def _numbered_norm(name: str, index: int, width: int, source: str) -> Iterator[W
 
 
 _LLAMA, _BERT = Family("llama", _llama), Family("bert", _bert)
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: dict[str, Family] = dict(
     dict.fromkeys(DECODERS, _LLAMA) | dict.fromkeys(("bert", "roberta", "xlm-roberta"), _BERT)
 )
 """The family of every `ModelConfig.architecture`."""

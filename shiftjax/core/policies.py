@@ -3,7 +3,7 @@
 What the settings need not know is imported for its types alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Self
 
@@ -200,7 +200,7 @@ _CLASSES: tuple[type[Policy], ...] = (
     ShiftPolicy,
     GreedyPolicy,
 )
-POLICIES: Mapping[str, type[Policy]] = {each.name: each for each in _CLASSES}
+POLICIES: dict[str, type[Policy]] = {each.name: each for each in _CLASSES}
 """Every policy by its name; the settings and `--compare` offer what is here."""
 
 

@@ -60,7 +60,6 @@ def _replicas(target: Target) -> Fragment:
 
 
 NAMED: Mapping[str, Callable[[Target], Fragment]] = {
-    **{name: lambda _, name=name: {"policy": name} for name in POLICIES},
     "dp": _replicas,
     "tp": lambda target: {"sp": 1, "tp": target.machine.num_devices, "policy": "base"},
     "sp": lambda _: {"policy": "base"},  # degrees are as the engine chooses them
@@ -124,6 +123,8 @@ def _named(target: Target, name: str) -> Fragment:
         return found
     if name in NAMED:
         return NAMED[name](target)
+    if name in POLICIES:
+        return {"policy": name}
     if colon:
         try:
             pair = parse_phases(name)
@@ -136,8 +137,9 @@ def _named(target: Target, name: str) -> Fragment:
     if spelled is not None:
         policy = "threshold" if spelled.sp > 1 else "base"
         return _filling(target, spelled)._asdict() | {"policy": policy}
-    there = ", ".join([*NAMED, "oracle", "degrees as pp4tp2, phases as pp8:tp8, settings as tp=8"])
-    raise ConfigError([f"{unknown_name(name, NAMED, 'deployment')}; there are {there}"])
+    known = list(dict.fromkeys([*POLICIES, *NAMED]))
+    there = ", ".join([*known, "oracle", "degrees as pp4tp2, phases as pp8:tp8, settings as tp=8"])
+    raise ConfigError([f"{unknown_name(name, known, 'deployment')}; there are {there}"])
 
 
 def _of_fleet(word: str) -> Fragment:

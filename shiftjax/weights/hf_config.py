@@ -22,7 +22,6 @@ from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_mo
 from shiftjax.weights.source import CheckpointError
 from shiftjax.weights.typed_fields import Fields, read_json
 
-ARCHITECTURES = {name: row.model_class for name, row in DECODERS.items()} | ENCODERS
 # The text model of these is a part of the file, of an architecture of its own.
 _WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
 _GEMMA = ("gemma2", "gemma3_text")
@@ -44,6 +43,12 @@ def read_config(directory: Path, name: str | None = None) -> ModelConfig:
     return replace(config, eos_token_ids=tuple(dict.fromkeys(own + more)))
 
 
+def class_of(architecture: str) -> str:
+    """What transformers calls the models of an architecture that is known."""
+    decoder = DECODERS.get(architecture)
+    return ENCODERS[architecture] if decoder is None else decoder.model_class
+
+
 def _says_eos(data: dict[str, Any]) -> bool:
     """Whether a file itself has the ids that end a text."""
     text = data.get("text_config")
@@ -59,8 +64,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     architecture = data.get("model_type")
     if architecture in _WITH_IMAGES:
         data, architecture = _text_part(data, file, architecture), _WITH_IMAGES[architecture]
-    if architecture not in ARCHITECTURES:
-        known = ", ".join([*ARCHITECTURES, *_WITH_IMAGES])
+    if architecture not in DECODERS and architecture not in ENCODERS:
+        known = ", ".join([*DECODERS, *ENCODERS, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
     if architecture in ENCODERS:
         return parse_encoder(Fields(data, file), name, architecture)
@@ -170,7 +175,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.encoder is not None:
         return encoder_to_json(config, dtype)
     data: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[config.architecture]],
+        "architectures": [class_of(config.architecture)],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,

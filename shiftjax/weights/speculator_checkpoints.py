@@ -17,7 +17,7 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig, Speculator
 from shiftjax.arch.weights import LSTM_GATES, SPECULATOR, expected_tensors
 from shiftjax.options import ConfigError
-from shiftjax.weights.hf_config import ARCHITECTURES
+from shiftjax.weights.hf_config import class_of
 from shiftjax.weights.huggingface import SINGLE_FILE, read_headers
 from shiftjax.weights.safetensors_file import read_range, write_file
 from shiftjax.weights.source import (
@@ -261,7 +261,7 @@ def _check_target(fields: Fields, hidden: int, target: ModelConfig) -> None:
             f"drafts from hidden states of {hidden}, and those of {target.name} have "
             f"{target.hidden_size}"
         )
-    architecture = ARCHITECTURES[target.architecture]
+    architecture = class_of(target.architecture)
     if bases is not None and architecture not in (bases if isinstance(bases, list) else [bases]):
         fields.problem(f"base_model_archs must name {architecture}, found {bases}")
 

@@ -24,7 +24,7 @@ CHANGES = {
     ),
     PROTO: (
         "  oneof constraint {\n",
-        "  optional double max_gap = 23;\n  oneof constraint {\n",
+        "  optional double max_gap = 99;\n  oneof constraint {\n",
     ),
 }
 CHECK = """

@@ -1,0 +1,20 @@
+"""What plugins may add to the server; `shiftjax/registry.py` is of the engine. No JAX.
+
+Each function adds a row to a table, and raises ValueError for a name that is taken.
+"""
+
+from serving.server.tool_formats import FORMATS, CallMarks, ToolFormat, Written
+from shiftjax.options import add_choice
+
+__all__ = ["CallMarks", "ToolFormat", "Written", "add_tool_format"]
+
+
+def add_tool_format(name: str, form: ToolFormat) -> None:
+    """Offer a format of tool calls to the setting `tool_parser`.
+
+    With `auto` it is taken for templates that have all its signs and those of no format before.
+    """
+    if name in (*FORMATS, "auto", "none"):
+        raise ValueError(f"there is a format of tool calls {name!r} already")
+    FORMATS[name] = form
+    add_choice("tool_parser", name)
