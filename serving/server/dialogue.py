@@ -14,6 +14,7 @@ from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import THINK
 from serving.server.schema import Wish
+from serving.server.system_turns import SystemTurns
 from serving.server.tool_formats import (
     make_parser,
     reasoning_format,
@@ -41,6 +42,7 @@ class Dialogue:
     ):
         source = template.source if template is not None else None
         self._tokenizer, self._source = tokenizer, source
+        self._systems = SystemTurns(template)
         self._tools = tool_format(options.tool_parser, source)
         self._reasoning = reasoning_format(options.reasoning_parser, source)
         self.template_defaults = json.loads(options.default_chat_template_kwargs or "{}")
@@ -71,6 +73,7 @@ class Dialogue:
                 "This server does not know how the model writes tool calls (see --tool-parser)."
             )
             raise ServeError("invalid", message, param="tools", code="tools_unsupported")
+        messages = self._systems.placed(messages)
         tools = written_tools(functions)
         if self._tools is not None and self._tools.is_told:
             return told(messages, tools), {}

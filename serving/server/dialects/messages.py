@@ -10,6 +10,7 @@ from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, 
 from serving.server.dialects.foreign import take_kinds, take_tools
 from serving.server.hints import Harmless
 
+BILLING = "x-anthropic-billing-header"
 LEAST_BUDGET = 1024  # tokens of thinking, as Anthropic has it
 
 
@@ -43,11 +44,17 @@ class ToolUseBlock(_Block, tag="tool_use"):
     toolset_name: str | None = None
 
 
+class ToolReferenceBlock(_Block, tag="tool_reference"):
+    """A tool that a search for tools found; it is one of the request's."""
+
+    tool_name: str
+
+
 class ToolResultBlock(_Block, tag="tool_result"):
     """What came of a call."""
 
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ToolReferenceBlock] | None = None
     is_error: bool | None = None
     toolset_name: str | None = None
 
@@ -222,7 +229,8 @@ def _take_blocks(values: Any) -> tuple[Any, tuple[str, ...]]:
 
 def _chat(fields: MessagesCountFields) -> Json:
     """The fields of a chat with the same prompt."""
-    messages = [{"role": "system", "content": _text_parts(fields.system)}] if fields.system else []
+    system = _system(fields.system)
+    messages = [{"role": "system", "content": _text_parts(system)}] if system else []
     for index, message in enumerate(fields.messages):
         messages += _turns(message, f"messages[{index}]")
     is_begun = bool(fields.messages) and fields.messages[-1].role == "assistant"
@@ -238,6 +246,16 @@ def _chat(fields: MessagesCountFields) -> Json:
         "continue_final_message": is_begun or None,
     }
     return chat | _thinking(fields.thinking) | _choice(fields.tool_choice)
+
+
+def _system(given: str | list[TextBlock] | None) -> str | list[TextBlock] | None:
+    """What the model is told, without a line that differs with every request of Claude Code.
+
+    With it, no prompt would be in the prefix cache.
+    """
+    if given is None or isinstance(given, str):
+        return given
+    return [each for each in given if not each.text.startswith(BILLING)]
 
 
 def _turns(message: Message, place: str) -> list[Json]:
@@ -266,7 +284,13 @@ def _turns(message: Message, place: str) -> list[Json]:
 def _text_parts(content: str | Iterable[Any] | None) -> str | list[Json]:
     if content is None or isinstance(content, str):
         return content or ""
-    return [{"type": "text", "text": block.text} for block in content]
+    return [{"type": "text", "text": _text(block)} for block in content]
+
+
+def _text(block: TextBlock | ToolReferenceBlock) -> str:
+    if isinstance(block, ToolReferenceBlock):
+        return f"The tool {block.tool_name} can be called now."
+    return block.text
 
 
 def _result(block: ToolResultBlock) -> Json:

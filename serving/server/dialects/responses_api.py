@@ -13,6 +13,7 @@ import msgspec
 
 from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, wish_of, wrong
 from serving.server.dialects.foreign import take_kinds, take_tools
+from serving.server.dialects.namespaces import joined
 from serving.server.hints import HINTS as CHAT_HINTS
 from serving.server.hints import Harmless
 
@@ -102,13 +103,12 @@ class ReasoningItem(_Item, tag="reasoning"):
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
-class FunctionTool(msgspec.Struct, kw_only=True):
+class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
     """A function of the client, as there are no tools that this server runs.
 
     All are told to the model at once, so deferred loading has no effect.
     """
 
-    type: Literal["function"]
     name: str
     parameters: Json | None = None
     strict: bool | None = None
@@ -116,6 +116,14 @@ class FunctionTool(msgspec.Struct, kw_only=True):
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
     output_schema: Json | None = None
+
+
+class NamespaceTool(msgspec.Struct, kw_only=True, tag_field="type", tag="namespace"):
+    """Functions of one origin, as an MCP server is."""
+
+    name: str
+    tools: list[FunctionTool]
+    description: str | None = None
 
 
 class FunctionChoice(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
@@ -159,7 +167,7 @@ class ResponsesCountFields(Extras, kw_only=True):
     input: str | list[Item]
     model: str | None = None
     instructions: str | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[FunctionTool | NamespaceTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -229,7 +237,7 @@ OF_COUNTS = (
 # What OpenAI runs, or only its models know; and what a conversation keeps of it.
 _TOOLS = re.compile(
     r"apply_patch|code_interpreter|computer\w*|custom|file_search|image_generation|local_shell|mcp"
-    r"|namespace|programmatic_tool_calling|shell|tool_search|web_search\w*"
+    r"|programmatic_tool_calling|shell|tool_search|web_search\w*"
 )
 _ITEMS = re.compile(
     rf"({_TOOLS.pattern})_(call|call_output|output)|custom_tool_call(_output)?"
@@ -303,7 +311,7 @@ def typed(values: Any, field: str = "input") -> Any:
 def _chat(fields: ResponsesCountFields) -> Json:
     """The fields of a chat with the same prompt."""
     text, reasoning = fields.text or TextConfig(), fields.reasoning or Reasoning()
-    tools = [_tool(each) for each in fields.tools or ()]
+    tools = [_tool(each, name) for name, (_, each) in functions_of(fields).items()]
     return {
         "model": fields.model,
         "messages": _messages(fields),
@@ -338,7 +346,7 @@ def _add_message(turns: list[Json], item: MessageItem) -> None:
 
 
 def _add_call(turns: list[Json], item: CallItem) -> None:
-    function = {"name": item.name, "arguments": item.arguments}
+    function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
     call = {"id": item.call_id, "type": "function", "function": function}
     is_same = bool(turns) and turns[-1]["role"] == "assistant"
     turn = turns[-1] if is_same else _said(turns)
@@ -377,10 +385,23 @@ _ADD: Mapping[type, Callable[[list[Json], Any], None]] = MappingProxyType(
 )
 
 
-def _tool(tool: FunctionTool) -> Json:
+def functions_of(fields: ResponsesCountFields) -> dict[str, tuple[str | None, FunctionTool]]:
+    """(namespace, function) by the name that the model knows. Raises `ServeError`."""
+    found: dict[str, tuple[str | None, FunctionTool]] = {}
+    for index, tool in enumerate(fields.tools or ()):
+        namespace = tool.name if isinstance(tool, NamespaceTool) else None
+        for each in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
+            name = joined(namespace, each.name)
+            if name in found:
+                raise wrong(f"tools[{index}].name", "is that of another tool, too")
+            found[name] = namespace, each
+    return found
+
+
+def _tool(tool: FunctionTool, known: str) -> Json:
     names = ("name", "description", "parameters", "strict")
     given = ((name, getattr(tool, name)) for name in names)
-    function = {name: value for name, value in given if value is not None}
+    function = {name: value for name, value in given if value is not None} | {"name": known}
     return {"type": "function", "function": function}
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from serving.server.dialects.asked import Asked, Json
 from serving.server.dialects.blocks import Block, Blocks, Turn
-from serving.server.dialects.responses_api import ConversationName, ResponsesFields
+from serving.server.dialects.responses_api import ConversationName, ResponsesFields, functions_of
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter
@@ -39,6 +39,7 @@ class ResponsesWriter:
         self._parser, self._blocks = generation.parser(), Blocks()
         self._numbers, self._has_begun = itertools.count(), False
         self._finish: str | None = None
+        self._functions = functions_of(self._fields)
         self._logprobs = LogprobWriter(tokenizer)
         self._unsaid: list[Json] = []  # log-probabilities of tokens whose text is still to come
         self._said: dict[int, list[Json]] = {}  # those of texts, by their block
@@ -69,7 +70,16 @@ class ResponsesWriter:
         is_last = block.index == len(self._blocks.all) - 1
         is_cut = is_last and self._finish == "length"
         item = _shown(block, self._id(block), self._said.get(block.index, []))
+        if block.kind == "call":
+            item |= self._called(block.name)
         return item | {"status": "incomplete" if is_cut else "completed"}
+
+    def _called(self, known: str) -> Json:
+        """The name of a function, and its namespace if it has one."""
+        if known not in self._functions:
+            return {}
+        namespace, function = self._functions[known]
+        return {"name": function.name} | ({"namespace": namespace} if namespace else {})
 
     def _id(self, block: Block) -> str:
         return f"{_IDS[block.kind]}_{self._generation.id}_{block.index}"
@@ -180,7 +190,7 @@ class ResponsesWriter:
         block, item, place = turn.block, self._item(turn.block), self._place(turn.block)
         done = f"{_DELTAS[block.kind]}.done"
         if block.kind == "call":
-            events = [self._event(done, **place, name=block.name, arguments=block.text)]
+            events = [self._event(done, **place, name=item["name"], arguments=block.text)]
         else:
             (part,) = item["content"]
             logprobs = {"logprobs": part["logprobs"]} if block.kind == "text" else {}

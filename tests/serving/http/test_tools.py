@@ -337,3 +337,31 @@ def test_a_choice_among_no_tools(server, client, choice):
         is_error(answer, 400, "tool_choice")
     else:
         assert answer.status_code == 200
+
+
+# ---------------------------------------------------------------- functions in namespaces
+
+
+def test_a_function_in_a_namespace(server, client):
+    """As Codex sends tools of MCP servers; a call names both, and comes back so."""
+    function = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}}
+    space = {"type": "namespace", "name": "mcp__rome", "description": "", "tools": [function]}
+    plain = function | {"name": "get_time"}
+    body = {"input": USER, "tools": [plain, space], "max_output_tokens": 200}
+    say(server, CALL.replace("get_weather", "mcp__rome__get_weather"))
+    whole = client.post("/v1/responses", json=body)
+    assert "warning" not in whole.headers
+    (item,) = whole.json()["output"]
+    assert (item["namespace"], item["name"]) == ("mcp__rome", "get_weather")
+    lines = client.post("/v1/responses", json=body | {"stream": True}).text.splitlines()
+    made = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    streamed = [each["item"] for each in made if each["type"] == "response.output_item.done"]
+    assert [(each["namespace"], each["name"]) for each in streamed] == [
+        ("mcp__rome", "get_weather")
+    ]
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "sun"}
+    say(server, "Sun.")
+    again = client.post("/v1/responses", json=body | {"input": [*USER, item, result]})
+    assert again.json()["output"][0]["content"][0]["text"] == "Sun."
+    twice = body | {"tools": [plain, space, plain | {"name": "mcp__rome__get_weather"}]}
+    is_error(client.post("/v1/responses", json=twice), 400, "tools")

@@ -286,3 +286,18 @@ def test_a_sequence_that_stops_after_a_call_is_why_it_ended():
     generation = generation_of(read_messages(body()), finish="stop", stop="###")
     message = MessagesWriter(generation, None).encoded()
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
+
+
+def test_a_tool_that_was_found_is_told(chat):
+    found = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [found]}
+    turns = [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
+    (part,) = chat(messages=turns)["messages"][-1]["content"]
+    assert "weather" in part["text"]
+
+
+def test_the_line_that_differs_with_every_request_is_left_out(chat):
+    line = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1f;"}
+    told = {"type": "text", "text": "Be short."}
+    assert chat(system=[line, told])["messages"][0] == {"role": "system", "content": [told]}
+    assert chat(system=[line])["messages"] == [HI]
