@@ -50,11 +50,15 @@ VALUES = {
         "openai": "--generation-config none",
     },
     "--spec-method": {name: f"--speculation {ours}" for name, ours in METHODS.items()},
-    "--reasoning-parser": dict.fromkeys(
-        ("qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "glm45", "kimi_k2", "ernie45"),
-        "think",
-    )
-    | {"gpt-oss": "openai_gptoss"},
+    "--reasoning-parser": {
+        # Thoughts between <think> and </think>, where the prompt or the model opens them.
+        **dict.fromkeys(("qwen3", "glm45", "glm47", "kimi_k2", "deepseek_v3"), "think"),
+        **dict.fromkeys(("deepseek-v3", "deepseek_v4", "ernie45", "holo2", "mimo"), "think"),
+        **dict.fromkeys(("nemotron_v3", "nemotron_3", "olmo3", "step3p5", "interns1"), "think"),
+        # The same where an output begins with thoughts although nobody opened them.
+        **dict.fromkeys(("deepseek-r1", "minimax_m2", "minimax", "step3"), "deepseek_r1"),
+        **{"qwen3-thinking": "deepseek_r1", "gpt-oss": "openai_gptoss"},
+    },
     "--tool-call-parser": {
         **{"llama3": "llama3_json", "gpt-oss": "openai", "qwen": "hermes", "qwen25": "hermes"},
         **dict.fromkeys(("qwen3_xml", "mimo", "step3p5"), "qwen3_coder"),

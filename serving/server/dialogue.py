@@ -12,7 +12,6 @@ from serving.server.fields import ChatFields, Function
 from serving.server.grammar_source import GrammarSource
 from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
-from serving.server.reasoning_parsers import THINK
 from serving.server.schema import Wish
 from serving.server.system_turns import SystemTurns
 from serving.server.tool_formats import (
@@ -27,11 +26,10 @@ from serving.server.tools import written_tools
 from shiftjax.core.request import TokenConstraint
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.rules import rules_of
-from shiftjax.text.thinking import MARKS
+from shiftjax.text.thinking import MARKS, begins_inside
 from shiftjax.text.tokenizer import Tokenizer
 
 Json = Any
-TAIL = 8  # tokens of a prompt in which it may begin the reasoning of the output
 
 
 class Dialogue:
@@ -127,7 +125,7 @@ class Dialogue:
 
     def _is_inside(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ended where the reasoning of the output begins."""
-        if self._reasoning != "think" or self._tokenizer is None:
+        marks = MARKS.get(self._reasoning)
+        if marks is None or marks.again or self._tokenizer is None:
             return False
-        tail = self._tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-        return tail.rstrip().endswith(THINK)
+        return begins_inside(prompt, self._tokenizer, marks)

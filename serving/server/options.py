@@ -20,6 +20,9 @@ MOST_TOPIC = 256
 _JsonCalls = Literal["hermes", "llama3_json", "llama4_json", "mistral", "smollm2"]
 _NamedCalls = Literal["openai", "deepseek_v3", "deepseek_v31", "kimi_k2"]
 _TaggedCalls = Literal["qwen3_coder", "seed_oss", "glm45", "glm47", "minimax_m2"]
+_Thoughts = Literal[
+    "think", "openai_gptoss", "deepseek_r1", "seed_oss", "gemma4", "mistral", "kimi"
+]
 _LiteralCalls = Literal["functiongemma", "gemma4", "llama4_pythonic", "pythonic"]
 
 
@@ -106,7 +109,7 @@ class ServerOptions:
             flags=("--tool-parser", "--tool-call-parser"),
         )
     )
-    reasoning_parser: Literal["auto", "none", "think", "openai_gptoss"] = option(
+    reasoning_parser: Literal["auto", "none", _Thoughts] = option(
         "auto", "how the model marks its reasoning; auto: as its chat template says"
     )
     strict: bool = option(False, "refuse unknown fields instead of ignoring them with a warning")

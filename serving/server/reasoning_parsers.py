@@ -14,8 +14,8 @@ from serving.server.pieces import (
     Text,
 )
 from serving.server.tool_parsers import call_id
+from shiftjax.text.thinking import ThinkingMarks
 
-THINK, THINK_END = "<think>", "</think>"
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 _ENDS = ("<|end|>", "<|call|>", "<|return|>", _START, _CHANNEL)
 HARMONY_MARKS = (*_ENDS, _MESSAGE, "<|constrain|>")
@@ -25,14 +25,24 @@ _ANALYSIS = re.compile(r"<\|channel\|>\s*analysis\b")
 
 
 class ThinkParser:
-    """A `Parser` of `<think>...</think>` where an output begins; what follows is `answer`'s.
+    """A `Parser` of thoughts where an output begins; what follows is `answer`'s.
 
-    `is_inside`: the prompt ended with <think>. White space around the two parts is left out.
+    `is_inside`: the prompt ended with the mark before thoughts, so a further one is left out. A
+    mark of `calls` ends thoughts, too. White space around the two parts is left out.
     """
 
-    def __init__(self, answer: Parser | None = None, *, is_inside: bool = False):
+    def __init__(
+        self,
+        marks: ThinkingMarks,
+        answer: Parser | None = None,
+        *,
+        is_inside: bool = False,
+        calls: tuple[str, ...] = (),
+    ):
+        self._marks, self._calls = marks, calls
         self._answer = answer or PlainParser()
-        self._state = self._thinking if is_inside else self._at_start
+        self._heads = [each for each in (marks.begin, marks.label) if each]  # still to come
+        self._state = self._opening if is_inside else self._at_start
         self._buffer = ""
         self._is_first = True  # nothing has been thought
         self._pieces: list[Piece] = []
@@ -48,7 +58,7 @@ class ThinkParser:
     def finish(self) -> list[Piece]:
         """The output has ended: what was held back goes where it would have gone."""
         rest, self._buffer = self._buffer, ""
-        if self._state == self._thinking:
+        if self._state in (self._thinking, self._opening):
             return [Reasoning(rest)] if rest.strip() else []
         if self._state == self._behind:
             rest = ""
@@ -56,26 +66,41 @@ class ThinkParser:
 
     def _at_start(self) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith(THINK):
-            self._buffer, self._state = text[len(THINK) :], self._thinking
+        if text.startswith(self._marks.begin):
+            self._state = self._opening
             return True
-        if THINK.startswith(text):
+        if self._marks.begin.startswith(text):
             return False
         self._state = self._answering
+        return True
+
+    def _opening(self) -> bool:
+        """In thoughts of which nothing has come: the mark, and its label, are left out."""
+        if not self._heads:
+            self._state = self._thinking
+            return True
+        text = self._buffer.lstrip()
+        if text.startswith(self._heads[0]):
+            self._buffer = text.removeprefix(self._heads.pop(0))
+            return True
+        if self._heads[0].startswith(text):
+            return False
+        self._heads.pop(0)
         return True
 
     def _thinking(self) -> bool:
         if self._is_first:
             self._buffer = self._buffer.lstrip()
-        found = first_mark(self._buffer, (THINK_END,))
-        end = found[0] if found else len(self._buffer) - num_held(self._buffer, (THINK_END,))
+        marks = (self._marks.end, *self._calls)
+        found = first_mark(self._buffer, marks)
+        end = found[0] if found else len(self._buffer) - num_held(self._buffer, marks)
         thought = self._buffer[:end].rstrip()
         if thought:
             self._pieces.append(Reasoning(thought))
             self._is_first = False
         self._buffer = self._buffer[len(thought) :]
         if found:
-            self._buffer = self._buffer.lstrip()[len(THINK_END) :]
+            self._buffer = self._buffer.lstrip().removeprefix(self._marks.end)
             self._state = self._behind
         return bool(found)
 

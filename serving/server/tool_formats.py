@@ -20,6 +20,7 @@ from serving.server.pieces import Parser, PlainParser
 from serving.server.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
 from serving.server.tool_parsers import CallMarks, CallParser
 from serving.server.tools import ToolWish
+from shiftjax.text.thinking import MARKS, name_of_marks
 
 Json = Any
 
@@ -207,20 +208,17 @@ def tool_format(name: str, template: str | None) -> ToolFormat | None:
 
 
 def reasoning_format(name: str, template: str | None) -> str:
-    """`think`, `openai_gptoss` or `none`; with `auto`, as the chat template says."""
-    if name != "auto" or template is None:
-        return name if name != "auto" else "none"
-    if all(mark in template for mark in FORMATS["openai"].signs):
-        return "openai_gptoss"
-    return "think" if "</think>" in template else "none"
+    """A name of `MARKS`, or `none`; with `auto`, as the chat template says."""
+    return name if name != "auto" else name_of_marks(template) or "none"
 
 
 def visible_marks(wanted: ToolFormat | None, reasoning: str) -> tuple[str, ...]:
     """What must be seen in the text of an output although it may be special tokens."""
     if reasoning == "openai_gptoss" or (wanted and wanted.marks is None):
         return HARMONY_MARKS
-    thoughts = ("<think>", "</think>") if reasoning == "think" else ()
-    return (*thoughts, *(wanted.marks.all if wanted and wanted.marks else ()))
+    thoughts = MARKS.get(reasoning)
+    seen = (thoughts.begin, thoughts.end) if thoughts else ()
+    return (*seen, *(wanted.marks.all if wanted and wanted.marks else ()))
 
 
 def make_parser(
@@ -243,7 +241,12 @@ def make_parser(
         parser = CallParser(wanted.marks, wish.functions, most)
         if has_form and not wanted.marks.bare:
             parser = FormParser(parser, wanted.marks.begin)
-    return ThinkParser(parser, is_inside=is_inside) if reasoning == "think" else parser
+    if reasoning not in MARKS:
+        return parser
+    # A model may call a tool in the middle of its thoughts and never end them.
+    marks = wanted.marks.begin if wish and wanted and wanted.marks else ()
+    calls = tuple(mark for mark in marks if mark != "\n[")
+    return ThinkParser(MARKS[reasoning], parser, is_inside=is_inside, calls=calls)
 
 
 # ---------------------------------------------------------------- templates that know no tools

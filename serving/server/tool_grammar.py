@@ -11,9 +11,9 @@ from typing import Any
 
 from serving.server.fields import Function
 from serving.server.grammar_source import GrammarSource
-from serving.server.reasoning_parsers import THINK, THINK_END
 from serving.server.tool_formats import ToolFormat
 from serving.server.tools import ToolWish
+from shiftjax.text.thinking import MARKS
 
 MAX_CALLS = 16  # in one output that must be calls
 _OPEN_ENDED = {"additionalProperties", "allOf", "anyOf", "oneOf", "patternProperties", "$ref"}
@@ -54,10 +54,11 @@ def call_grammar(
         lark.rules.append(f"ANSWER: /[ \\n]*([^\\{wanted.marks.bare} \\n](.|\\n)*)?/")
     else:
         start = _triggered(lark, wanted, wish)
-    if reasoning == "think":
-        thought = f"{lark.until(THINK_END)} SPACE"
+    thoughts = MARKS.get(reasoning)
+    if thoughts is not None and not thoughts.again:
+        thought = f"{lark.until(thoughts.end)} SPACE"
         lark.rules.append("SPACE: /[ \\n]{0,4}/")
-        begun = thought if is_inside else f"(SPACE {lark.text(THINK)} {thought})?"
+        begun = thought if is_inside else f"(SPACE {lark.text(thoughts.begin)} {thought})?"
         start = f"{begun} ({start})"
     text = "\n".join(["%llguidance {}", f"start: {start}", _ANY, *lark.rules])
     return GrammarSource("tools", text, answer.field if answer else "tools", answer=answer)

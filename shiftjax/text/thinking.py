@@ -18,6 +18,8 @@ class ThinkingMarks:
 
     `forced` is what ends them when the budget is spent. `not_next` may not follow it: the model
     would think on. `again`: further thoughts may follow the first ones; they share a budget.
+    `label`: what stands behind `begin` and is no thought. `is_first`: an output begins with
+    thoughts, without a mark, unless its prompt has ended them.
     """
 
     begin: str
@@ -25,11 +27,18 @@ class ThinkingMarks:
     forced: str
     not_next: str = ""
     again: bool = False
+    label: str = ""
+    is_first: bool = False
 
 
-# By the names of reasoning parsers.
+# By the names of reasoning parsers. The first whose end is in a chat template is the model's.
 MARKS = {
+    "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>", "\n</seed:think>\n\n"),
+    "mistral": ThinkingMarks("[THINK]", "[/THINK]", "[/THINK]"),
+    "gemma4": ThinkingMarks("<|channel>", "<channel|>", "\n<channel|>", label="thought\n"),
+    "kimi": ThinkingMarks("◁think▷", "◁/think▷", "\n◁/think▷"),
     "think": ThinkingMarks("<think>", "</think>", "\n</think>\n\n"),
+    "deepseek_r1": ThinkingMarks("<think>", "</think>", "\n</think>\n\n", is_first=True),
     "openai_gptoss": ThinkingMarks(
         "<|channel|>analysis<|message|>",
         "<|end|>",
@@ -40,19 +49,26 @@ MARKS = {
 }
 
 
-def marks_of(template: str | None) -> ThinkingMarks | None:
-    """The marks that a chat template shows; None: it shows none."""
+def name_of_marks(template: str | None) -> str | None:
+    """The name of the marks that a chat template shows; None: it shows none."""
     if template is None:
         return None
     if "<|channel|>" in template and "<|message|>" in template:
-        return MARKS["openai_gptoss"]
-    return MARKS["think"] if MARKS["think"].end in template else None
+        return "openai_gptoss"
+    rows = ((name, marks) for name, marks in MARKS.items() if not marks.again)
+    return next((name for name, marks in rows if marks.end in template), None)
+
+
+def marks_of(template: str | None) -> ThinkingMarks | None:
+    """The marks that a chat template shows; None: it shows none."""
+    name = name_of_marks(template)
+    return None if name is None else MARKS[name]
 
 
 def begins_inside(prompt: Sequence[int], tokenizer: Tokenizer, marks: ThinkingMarks) -> bool:
     """Whether a prompt ends where thoughts begin."""
-    tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False)
-    return tail.rstrip().endswith(marks.begin)
+    tail = tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
+    return tail.endswith(marks.begin) or (marks.is_first and not tail.endswith(marks.end))
 
 
 class Place(NamedTuple):

@@ -87,7 +87,7 @@ def test_most_of_what_others_type_is_taken():
         (["--kv-offloading-size", "8"], "host_memory", "8GiB"),
         (["--dtype", "half"], "dtype", "float16"),
         (["--runner", "pooling"], "task", "embed"),
-        (["--reasoning-parser", "deepseek_r1"], "reasoning_parser", "think"),
+        (["--reasoning-parser", "qwen3"], "reasoning_parser", "think"),
         (["--disable-radix-cache"], "prefix_caching", False),
         (["--context-length", "99"], "max_model_len", "99"),
         (["--async-scheduling"], "overlap", True),
