@@ -17,6 +17,8 @@ HINTS: Harmless = MappingProxyType(
         "prompt_cache_options": (),
         "prompt_cache_retention": ("in-memory", "in_memory"),
         "service_tier": ("auto", "default"),
+        "session_id": (),
+        "stream_interval": (1,),
         "store": (False,),
         "stream_options.include_obfuscation": (False,),
         "verbosity": ("medium",),

@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 
 from serving.server.errors import ServeError, invalid
-from serving.server.fields import FOREIGN, UNSUPPORTED
+from serving.server.fields import FOREIGN
 from serving.server.hints import is_same
+from serving.server.refused_fields import REFUSED
 
 # What JSON may hold, whatever it means: decoding this much takes some ten milliseconds.
 MAX_VALUES = 1 << 20  # separated by commas, as token ids are
@@ -76,8 +77,9 @@ def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) 
     nested = _structs_of(kind)
     for name, value in values.items():
         path = place + name
-        if path in UNSUPPORTED and name not in kind.__struct_fields__:
-            _check_harmless(path, value, UNSUPPORTED[path], "is not supported by this server")
+        if path in REFUSED and name not in kind.__struct_fields__:
+            instead, harmless = REFUSED[path]
+            _check_harmless(path, value, harmless, f"is not supported by this server: {instead}")
         elif name not in kind.__struct_fields__:
             is_known = name == kind.__struct_config__.tag_field or name in FOREIGN.get(kind, {})
             unknown += [path] * (not is_known)

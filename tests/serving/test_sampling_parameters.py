@@ -13,8 +13,8 @@ from serving.proto import shiftjax_pb2 as pb
 from serving.rpc.convert import sampling_values
 from serving.server.dialects import messages, responses_api
 from serving.server.errors import ServeError
-from serving.server.fields import UNSUPPORTED
 from serving.server.options import ServerOptions
+from serving.server.refused_fields import REFUSED
 from serving.server.schema import read_chat, read_completion
 from serving.server.service import Service
 from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
@@ -93,7 +93,7 @@ def test_a_number_out_of_range_is_refused_by_name(name):
 
 
 def test_none_is_among_the_fields_that_are_not_supported():
-    assert not PARAMS.keys() & UNSUPPORTED.keys()
+    assert not PARAMS.keys() & REFUSED.keys()
 
 
 def test_the_description_is_in_openapi():

@@ -8,12 +8,12 @@ from made_up import DEFINED, body_of, check, examples, ids, large, scalars, undi
 
 from serving.server.fields import (
     FOREIGN,
-    UNSUPPORTED,
     ChatFields,
     CompletionFields,
     DetokenizeFields,
     TokenizeFields,
 )
+from serving.server.refused_fields import REFUSED
 
 # The threads of the server draw random numbers, too, which is nothing to Hypothesis.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
@@ -36,7 +36,7 @@ def client(server):
 
 def names_of(path: str) -> list[str]:
     kind, _ = PATHS[path]
-    return sorted({*kind.__struct_fields__, *UNSUPPORTED, *FOREIGN.get(kind, {}), "unheard_of"})
+    return sorted({*kind.__struct_fields__, *REFUSED, *FOREIGN.get(kind, {}), "unheard_of"})
 
 
 @pytest.mark.costs(10)

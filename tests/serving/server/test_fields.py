@@ -3,12 +3,12 @@
 import pytest
 from kit import CHAT, COMPLETION, USER, is_error, running_server
 
-from serving.server.fields import UNSUPPORTED
+from serving.server.refused_fields import REFUSED
 
 CHAT_BODY = {"messages": USER, "max_tokens": 3}
 BODIES = {COMPLETION: {"prompt": "x", "max_tokens": 3}, CHAT: CHAT_BODY}
 OF_BOTH = [
-    *({name: None} for name in UNSUPPORTED if "." not in name),
+    *({name: None} for name in REFUSED if "." not in name),
     *({"best_of": 1}, {"suffix": ""}, {"tools": []}, {"tool_choice": "none"}, {"functions": []}),
     *({"store": False}, {"service_tier": "auto"}, {"parallel_tool_calls": False}, {"user": "me"}),
     *({"metadata": {"a": "b"}}, {"modalities": ["text"]}, {"prompt_cache_key": "a"}),
