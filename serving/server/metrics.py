@@ -35,6 +35,7 @@ REQUEST_BUCKETS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 OWN_PRIORITIES = range(-9, 10)  # clients choose them: others share two labels
+ITERATION_BUCKETS = (1.0, *(float(2**e) for e in range(3, 15)))
 SIZE_BUCKETS = tuple(float(n * 10**e) for e in range(6) for n in (1, 2, 5))
 
 TABLE = (
@@ -54,7 +55,10 @@ TABLE = (
     Declared("request_inference_time_seconds", "First scheduled to last token.", REQUEST_BUCKETS),
     Declared("request_prompt_tokens", "Prompt tokens of a request.", SIZE_BUCKETS),
     Declared("request_generation_tokens", "Generated tokens of a request.", SIZE_BUCKETS),
+    Declared("request_max_num_generation_tokens", "Its longest continuation.", SIZE_BUCKETS),
+    Declared("request_params_max_tokens", "Tokens that were allowed.", SIZE_BUCKETS),
     Declared("request_params_n", "Continuations asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    Declared("iteration_tokens_total", "Tokens of a step.", ITERATION_BUCKETS),
     Declared("step_duration_seconds", "Duration of a step.", STEP_BUCKETS, ("mode",)),
     Declared(
         "queue_seconds", "Arrival to first scheduled, by class.", REQUEST_BUCKETS, ("priority",)
@@ -147,7 +151,11 @@ class Metrics(Collector):
         request, error, records = handle.request, handle.error, self._records
         self._ended(len(request.prompt_token_ids), now - request.arrival_seconds, error)
         records.observe("request_generation_tokens", handle.num_output_tokens)
+        longest = max((len(output.token_ids) for output in handle.output.outputs), default=0)
+        records.observe("request_max_num_generation_tokens", longest)
         records.observe("request_params_n", request.sampling.n)
+        if request.sampling.max_tokens is not None:
+            records.observe("request_params_max_tokens", request.sampling.max_tokens)
         if error is None:
             for output in handle.output.outputs:
                 records.count("request_success", 1, output.finish_reason or "stop")
@@ -190,6 +198,7 @@ class Metrics(Collector):
         """The engine has finished a turn."""
         for step in turn.steps:
             self._records.observe("step_duration_seconds", step.seconds, step.mode)
+            self._records.observe("iteration_tokens_total", step.num_tokens)
 
     # ------------------------------------------------------------------ what is shown
 

@@ -53,6 +53,40 @@ def test_what_happens_is_counted(prefix):
         assert labels == {(("engine", "0"), ("model_name", "echo"))}
 
 
+# What the dashboards of vLLM 0.29.0 ask for (examples/observability).
+ON_DASHBOARDS = {
+    *("generation_tokens_total", "prompt_tokens_total", "request_success_total"),
+    *("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting"),
+    *("e2e_request_latency_seconds_bucket", "e2e_request_latency_seconds_sum"),
+    *("inter_token_latency_seconds_bucket", "inter_token_latency_seconds_sum"),
+    *("time_to_first_token_seconds_bucket", "time_to_first_token_seconds_sum"),
+    *("iteration_tokens_total_count", "request_max_num_generation_tokens_sum"),
+    *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum"),
+    "request_decode_time_seconds_sum",
+}
+
+
+def test_the_dashboards_of_vllm_find_their_numbers():
+    body = {"prompt": "hello", "seed": 1, "ignore_eos": True}
+    with running_server(metrics_prefix="vllm") as server, server.client() as client:
+        client.post("/v1/completions", json=body | {"max_tokens": 3})
+        client.post("/v1/completions", json=body | {"max_tokens": 8, "n": 2})
+        server.assert_quiescent()
+        values = metric_values(client)
+    assert {f"vllm:{name}" for name in ON_DASHBOARDS} <= {name for name, _ in values}
+
+    def total(name: str) -> float:
+        return metric_total(values, f"vllm:{name}")
+
+    assert total("request_max_num_generation_tokens_sum") == 3 + 8
+    assert total("request_generation_tokens_sum") == 3 + 16
+    assert total("request_params_max_tokens_sum") == 11
+    # Each token but the last of a continuation is the input of a step; a prompt may be cached.
+    assert 5 + 2 + 14 <= total("iteration_tokens_total_sum") <= 5 + 5 + 2 + 14 + 5
+    assert total("iteration_tokens_total_count") == total("step_duration_seconds_count")
+
+
 @pytest.mark.parametrize("prefix", ["shiftjax", "vllm"])
 def test_vllms_names_come_with_their_older_ones(prefix):
     old = {
