@@ -8,7 +8,7 @@ import argparse
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from serving.run import foreign_table as table
 
@@ -67,7 +67,7 @@ FOREIGN: Mapping[str, Foreign] = MappingProxyType(dict(_rows()))
 
 def translated(argv: Sequence[str], known: Collection[str]) -> Translated:
     """Return a command line in our own flags; those that are `known` are left as they are."""
-    words = list(argv)
+    words = _joined(argv, known)
     found = Translated([], [], [])
     while words and words[0] != "--":
         word = words.pop(0)
@@ -92,6 +92,39 @@ def translated(argv: Sequence[str], known: Collection[str]) -> Translated:
             found.argv.append(name + equals + value)
     found.argv.extend(words)
     return found
+
+
+def _joined(argv: Sequence[str], known: Collection[str]) -> list[str]:
+    """The words with `--flag.key value` of one flag as its JSON value, as vLLM has them."""
+    words, joined = list(argv), list[str]()
+    objects: dict[str, tuple[int, dict[str, Any]]] = {}
+    while words and words[0] != "--":
+        word = words.pop(0)
+        name, equals, value = word.partition("=")
+        flag, dot, path = name.partition(".")
+        if not (dot and flag.startswith("-") and (flag in known or is_foreign(flag))):
+            joined.append(word)
+            continue
+        if not equals:
+            value = words.pop(0) if words and not words[0].startswith("--") else "true"
+        place, entries = objects.setdefault(flag, (len(joined), {}))
+        joined[place:] = joined[place:] or [""]
+        *outer, last = path.split(".")
+        for each in outer:
+            entries[each] = entries[each] if isinstance(entries.get(each), dict) else {}
+            entries = entries[each]
+        entries[last] = _json(value)
+    for flag, (place, entries) in objects.items():
+        joined[place] = f"{flag}={json.dumps(entries)}"
+    return [*joined, *words]
+
+
+def _json(text: str) -> Any:
+    """The value that a text spells; a text that spells none is itself."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _translate(name: str, taken: list[str], known: Collection[str], found: Translated) -> None:
@@ -123,10 +156,7 @@ def _has_model(argv: Sequence[str]) -> bool:
 
 def _listed(text: str) -> str:
     """The entries of a JSON list of texts with commas; any other text as it is."""
-    try:
-        values = json.loads(text) if text.startswith("[") else None
-    except ValueError:
-        return text
+    values = _json(text)
     return ",".join(map(str, values)) if isinstance(values, list) else text
 
 

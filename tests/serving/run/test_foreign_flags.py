@@ -55,6 +55,21 @@ def test_every_argument_of_vllm_is_known():
     assert found.total() == len(OF_VLLM) == 315 and min(found.values()) > 0
 
 
+def test_keys_of_json_values_behind_dots():
+    arguments = parsed(
+        *("m", "--speculative-config.method", "ngram", "--tp", "2"),
+        *("--structured-outputs-config.backend", "xgrammar", "-cc.mode=3"),
+        *("--speculative-config.num_speculative_tokens=4",),
+        *("--override-generation-config.temperature", "0.5"),
+        *("--default-chat-template-kwargs.enable_thinking", "false"),
+    )
+    config, _ = settle(arguments)
+    assert (config.drafts.speculation, config.drafts.max_draft_tokens) == ("ngram", 4)
+    assert (arguments.model, config.parallel.tp, len(arguments.notes)) == ("m", 2, 2)
+    assert config.model.override_generation_config == '{"temperature": 0.5}'
+    assert arguments.default_chat_template_kwargs == '{"enable_thinking": false}'
+
+
 def test_several_names_are_a_list():
     for words in (["a", "b"], ['["a", "b"]'], ["a,b"]):
         arguments = parsed("m", "--served-model-name", *words, "--port", "0")
