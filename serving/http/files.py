@@ -10,8 +10,8 @@ from starlette.responses import FileResponse, Response
 from serving.http.described import Described
 from serving.server.errors import ServeError, invalid
 from serving.server.service import Service
-from serving.stored.documents import owner_now
-from serving.stored.files import Files, no_room, remove
+from serving.stored.documents import no_room, owner_now
+from serving.stored.files import Files, remove
 from serving.stored.items import page
 from serving.stored.setup import Kept
 from serving.stored.upload import Upload, too_large

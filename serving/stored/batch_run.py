@@ -104,9 +104,10 @@ class Job:
 
     async def cancel(self) -> None:
         """Ask no more lines, and let go of those in flight."""
-        if self.batch["status"] in ("validating", "in_progress"):
-            await self.become("cancelling")
         self.stop.set()
+        if self.batch["status"] in ("validating", "in_progress"):
+            with suppress(FullError):  # the end will be kept, too
+                await self.become("cancelling")
 
     def count(self, status: int) -> None:
         """Count a record."""
@@ -290,12 +291,14 @@ async def _finalize(job: Job, is_expired: bool) -> None:
 
 
 async def _fail(job: Job, problems: list[Problem]) -> None:
+    """End for these reasons. Where that finds no room on the disk, wait for some."""
     names = job.document["outputs"]
     errors = {"object": "list", "data": [each._asdict() for each in problems]}
-    try:
-        shown = [name if await job.files.close_output(job.owner, name) else None for name in names]
-        outputs = {"output_file_id": shown[0], "error_file_id": shown[1]}
-        await job.become("failed", errors=errors, **outputs)
-    except (ServeError, FullError):  # the disk is full: the next process finds it as it was
-        job.batch.update(status="failed", errors=errors)
-        logger.error("%s: that it has failed cannot be kept", job.batch["id"])
+    job.batch.update(status="failed", errors=errors)
+    while True:
+        with suppress(ServeError, FullError):
+            shown = [n if await job.files.close_output(job.owner, n) else None for n in names]
+            outputs = {"output_file_id": shown[0], "error_file_id": shown[1]}
+            await job.become("failed", **outputs)
+            return
+        await asyncio.sleep(NOTE_SECONDS)

@@ -112,7 +112,7 @@ class Batches:
             shelf.put(owner, batch["id"], document)
 
         try:
-            await self._documents.run(put)
+            await self._documents.change(put)
         except ServeError:
             for name in outputs:
                 await self._files.close_output(owner, name)
@@ -142,7 +142,7 @@ class Batches:
             await job.cancel()
             return job.batch
         document["batch"] |= {"status": "cancelling", "cancelling_at": int(time.time())}
-        await self._documents.run(lambda shelf: shelf.put(owner, name, document))
+        await self._documents.change(lambda shelf: shelf.put(owner, name, document))
         return document["batch"]
 
     def check_unused(self, shelf: Shelf, owner: str, file: str) -> None:

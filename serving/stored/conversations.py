@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.server.errors import ServeError
-from serving.stored.documents import Documents, FullError, Shelf
+from serving.stored.documents import Documents, Shelf
 from serving.stored.items import items_of
 
 PREFIX = "conv_"
@@ -30,7 +30,7 @@ class Conversations:
             "metadata": metadata,
         }
         document = {"conversation": about, "items": items_of(items)}
-        await self._change(lambda shelf: shelf.put(owner, about["id"], document))
+        await self._documents.change(lambda shelf: shelf.put(owner, about["id"], document))
         return about
 
     async def get(self, owner: str, name: str) -> Json:
@@ -46,12 +46,12 @@ class Conversations:
             shelf.put(owner, name, document)
             return document["conversation"]
 
-        return await self._change(change)
+        return await self._documents.change(change)
 
     async def add(self, owner: str, name: str, items: Sequence[Json]) -> list[Json]:
         """Items that have come to the end of a conversation."""
         added = items_of(items)
-        await self._change(lambda shelf: append(shelf, owner, name, added))
+        await self._documents.change(lambda shelf: append(shelf, owner, name, added))
         return added
 
     async def remove(self, owner: str, name: str, item: str) -> Json:
@@ -65,7 +65,7 @@ class Conversations:
             shelf.put(owner, name, document | {"items": left})
             return document["conversation"]
 
-        return await self._change(change)
+        return await self._documents.change(change)
 
     async def delete(self, owner: str, name: str) -> None:
         """Forget a conversation; responses that went on with it stay."""
@@ -74,13 +74,6 @@ class Conversations:
         )
         if not has_deleted:
             raise missing("conversation")
-
-    async def _change[T](self, change: Any) -> Any:
-        try:
-            return await self._documents.run(change)
-        except FullError:
-            words = "There is no room for this: it is larger than the store."
-            raise ServeError("too_large", words) from None
 
 
 def found(shelf: Shelf, owner: str, name: str) -> Json:

@@ -39,6 +39,10 @@ Json = dict[str, Any]
 
 
 class FullError(Exception):
+    """There is no room on the disk."""
+
+
+class TooBigError(FullError):
     """A document is larger than all that may be kept."""
 
 
@@ -89,11 +93,11 @@ class Shelf:
         return [(each, msgspec.json.decode(body)) for each, body in rows]
 
     def put(self, owner: str, name: str, document: Json) -> None:
-        """Keep a document, in the place of what has its name. Raises FullError."""
+        """Keep a document, in the place of what has its name. Raises TooBigError."""
         body = msgspec.json.encode(document)
         size = len(body) + ROW_BYTES
         if self._most is not None and size > self._most:
-            raise FullError
+            raise TooBigError
         self.delete(owner, name)
         self._make_room(size)
         self._clock += 1
@@ -120,11 +124,19 @@ class Shelf:
         return bool(rows)
 
     def touch(self, owner: str, names: Sequence[str]) -> None:
-        """Note that documents are in use; the last is the one that is forgotten last."""
+        """Note that documents are in use; the last is the one that is forgotten last.
+
+        On a disk that is full they can be read nevertheless.
+        """
         for name in names:
             self._clock += 1
             query = "UPDATE documents SET used = ? WHERE owner = ? AND id = ?"
-            self._ask(query, self._clock, owner, name)
+            try:
+                self._ask(query, self._clock, owner, name)
+            except sqlite3.Error as error:
+                if not _is_full(error):
+                    raise
+                return
 
 
 class Documents:
@@ -151,7 +163,7 @@ class Documents:
         except sqlite3.Error as error:
             self._recover()
             logger.error("the store fails: %s", error)
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            if _is_full(error):
                 raise FullError from None
             raise _unreadable() from None
         except msgspec.MsgspecError:
@@ -166,9 +178,19 @@ class Documents:
         with suppress(sqlite3.Error):
             self._shelf.reload()
 
+    async def change[T](self, function: Callable[[Shelf], T]) -> T:
+        """The same for clients: it raises `ServeError` also where there is no room."""
+        try:
+            return await self.run(function)
+        except TooBigError:
+            words = "There is no room for this: it is larger than the store."
+            raise ServeError("too_large", words) from None
+        except FullError:
+            raise no_room() from None
+
     async def erase(self, function: Callable[[Shelf], bool]) -> bool:
         """The same for what deletes: afterwards the text is in no file any more."""
-        has_deleted = await self.run(function)
+        has_deleted = await self.change(function)
         if has_deleted:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._checkpoint)
         return has_deleted
@@ -181,6 +203,15 @@ class Documents:
         """Finish what runs, and close the file."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._connection.close)
         self._thread.shutdown()
+
+
+def no_room() -> ServeError:
+    """The error for a disk that is full."""
+    return ServeError("busy", "There is no room on the server's disk.", code="storage_full")
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def _unreadable() -> ServeError:
@@ -201,6 +232,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
         for pragma in ("locking_mode = EXCLUSIVE", "secure_delete = ON", "journal_mode = WAL"):
             connection.execute(f"PRAGMA {pragma}").fetchall()
         connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA wal_autocheckpoint = 256").fetchall()  # pages: a mebibyte
         connection.executescript(_SCHEMA)
         connection.execute("BEGIN IMMEDIATE")
         connection.commit()

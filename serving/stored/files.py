@@ -10,7 +10,7 @@ from typing import Any
 
 from serving.server.errors import ServeError
 from serving.stored.conversations import missing
-from serving.stored.documents import Documents, FullError, Shelf
+from serving.stored.documents import Documents, Shelf, no_room
 
 PREFIX = "file-"
 MAX_FILES = 10_000  # of an owner
@@ -120,8 +120,8 @@ class Files:
 
     async def _run[T](self, function: Callable[[Shelf], T]) -> T:
         try:
-            return await self._documents.run(function)
-        except (FullError, OSError):
+            return await self._documents.change(function)
+        except OSError:
             raise no_room() from None
 
 
@@ -131,11 +131,6 @@ def found(shelf: Shelf, owner: str, name: str) -> Json:
     if document is None or document["is_open"]:
         raise missing("file")
     return document["file"]
-
-
-def no_room() -> ServeError:
-    """The error for a disk that is full."""
-    return ServeError("busy", "There is no room on the server's disk.", code="storage_full")
 
 
 async def remove(path: Path) -> None:

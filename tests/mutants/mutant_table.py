@@ -4,6 +4,7 @@ from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
 from rows_serving import ROWS as SERVING
+from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
-MUTANTS = (*CONTROL, *DEVICE, *COSTS, *SERVING, *TIME)
+MUTANTS = (*CONTROL, *DEVICE, *COSTS, *SERVING, *STORED, *TIME)

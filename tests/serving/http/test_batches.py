@@ -1,6 +1,7 @@
 """Files and batches over HTTP: what they come to, who sees what, and what is refused."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -199,6 +200,47 @@ def test_clients_go_before_lines(server, client):
     client.post(f"{BATCHES}/{batch['id']}/cancel")
     server.runner.step_seconds = 0
     wait(client, batch)
+
+
+def test_no_line_begins_while_a_client_waits(server, client):
+    """A prompt that is longer than a step keeps a client waiting."""
+    server.runner.gate.clear()
+    waiting = [threading.Thread(target=ask, args=(server, number)) for number in range(24)]
+    for thread in waiting:
+        thread.start()
+    server.wait_until(lambda: len(server.engine.handles) == 24)
+    server.runner.step_seconds = 0.01
+    server.runner.gate.set()
+    server.wait_until(lambda: server.engine.stats.num_waiting > 0)
+    batch = begin(client, jsonl(*[BODY] * 8))
+    wait(client, batch, "in_progress")
+    num_waiting = 24
+    while num_waiting:  # some of the 24 wait for the 16 places
+        handles = [*server.engine.handles.values()]
+        num_waiting = server.engine.stats.num_waiting
+        lines = [each for each in handles if each.request.priority]
+        assert not (num_waiting and lines)
+        time.sleep(0.002)
+    for thread in waiting:
+        thread.join()
+    server.let_go()
+    assert wait(client, batch)["request_counts"]["completed"] == 8
+
+
+def ask(server, number: int) -> None:
+    with server.client(headers=ONE) as own:
+        body = BODY | {"max_tokens": 100, "request_id": f"client-{number}"}
+        assert own.post(COMPLETION, json=body).status_code == 200
+
+
+def test_a_queue_that_is_full_is_waited_for(tmp_path):
+    options = {"grpc": False, "files_dir": str(tmp_path), "batch_requests": 8}
+    with running_server(max_num_queued_reqs=2, **options) as server, server.client() as client:
+        server.runner.gate.clear()
+        batch = begin(client, jsonl(*[BODY] * 8))
+        server.wait_until(lambda: server.engine.counts.rejected > 0)
+        server.let_go()
+        assert wait(client, batch)["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
 
 
 @pytest.mark.parametrize(

@@ -266,3 +266,29 @@ def test_metrics_count_texts_fill_and_waiting(client):
     assert data["model"]["task"] == "embed"
     assert sum(data["columns"]["texts"]) >= len(TEXTS)
     assert max(data["columns"]["running"]) >= 1 and data["model"]["choice"] is None
+
+
+def test_a_batch_of_embeddings(embedder, expected, tmp_path):
+    pooling = Pooling("mean", False, MOST, ())
+    reader = InputReader(byte_tokenizer(), pooling, 256, MOST)
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": PATH, "body": {"input": text}}
+        for number, text in enumerate(TEXTS)
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    with embed_server(embedder.runner, reader, files_dir=str(tmp_path)) as server:
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+        with client:
+            file = client.files.create(file=("lines.jsonl", content), purpose="batch")
+            batch = client.batches.create(
+                input_file_id=file.id, endpoint=PATH, completion_window="24h"
+            )
+            while batch.status != "completed":
+                batch = client.batches.retrieve(batch.id)
+            text = client.files.content(batch.output_file_id).text
+        records = {each["custom_id"]: each for each in map(json.loads, text.splitlines())}
+        found = [
+            records[str(n)]["response"]["body"]["data"][0]["embedding"] for n in range(len(TEXTS))
+        ]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+        server.assert_quiescent()
