@@ -81,6 +81,15 @@ def _norms_topk(fields: Fields, names: _Names) -> bool:
     return fields.flag(names.norm_topk) if names.norm_topk else not names.scales_input
 
 
+def expert_fields(architecture: str, num: int | None, width: int | None) -> dict[str, Any]:
+    """Return the fields that say how many experts there are, and how wide: those that are known."""
+    if architecture not in _NAMES:
+        return {}
+    names = _NAMES[architecture]
+    given = {names.num[0]: num, names.width: width}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def _sigmoids(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
     """How experts are chosen by sigmoids: out of which groups, and the scale of their weights."""
     groups, kept = fields.count("n_group", 1), fields.count("topk_group", 1)

@@ -40,6 +40,11 @@ _MULTIPLIERS = {  # of Granite
 }
 
 
+def bias_fields(architecture: str) -> tuple[str | None, str | None, str | None]:
+    """Return the fields that say whether q, k and v, o, and MLPs have a bias."""
+    return _BIASES.get(architecture, _Biases())
+
+
 def intermediate_of(architecture: str) -> str:
     """Return the field that has the width of MLPs."""
     return "intermediate_size_mlp" if architecture == "llama4_text" else "intermediate_size"

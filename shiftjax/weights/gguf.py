@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,20 @@ from gguf.constants import GGMLQuantizationType as Kind
 
 from shiftjax.arch.formats import DTYPES
 from shiftjax.gguf_header import GgufError, GgufTensor, read_header
-from shiftjax.weights.gguf_config import ROPE_FACTORS, read_config, rope_scaling
+from shiftjax.weights.gguf_config import (
+    ROPE_FACTORS,
+    fields_of,
+    model_name,
+    read_config,
+    rope_scaling,
+)
+from shiftjax.weights.gguf_families import (
+    as_written,
+    family_of,
+    is_longrope,
+    read_family,
+    tensors_of,
+)
 from shiftjax.weights.source import CheckpointError, TensorInfo, bounds
 
 _PLAIN = {  # stored as they are returned
@@ -20,8 +34,14 @@ _PLAIN = {  # stored as they are returned
     Kind.F16: DTYPES["float16"],
     Kind.BF16: DTYPES["bfloat16"],
 }
+# What the library expands to float32; NVFP4 has scales in tensors of their own.
 _QUANTISED = frozenset(
-    (Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+    (
+        *(Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.MXFP4),
+        *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
+        *(Kind.IQ1_S, Kind.IQ1_M, Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S),
+        *(Kind.IQ3_XXS, Kind.IQ3_S, Kind.IQ4_NL, Kind.IQ4_XS, Kind.TQ1_0, Kind.TQ2_0),
+    )
 )
 _MODEL_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -61,14 +81,27 @@ class GgufSource:
             raise CheckpointError(*error.problems) from error
         self.location = str(path)
         self.metadata = header.metadata
-        self._stored = {_rename(name): tensor for name, tensor in header.tensors.items()}
-        _refuse_unsupported(path, self._stored)
+        _refuse_unsupported(path, header.tensors)
         self._bytes = np.asarray(np.memmap(path, np.uint8, "r"))
-        self.config = read_config(path, header, name)
-        factors = self._stored.pop(ROPE_FACTORS, None)  # a part of the configuration, no weight
+        self._family, stored = family_of(header), dict(header.tensors)
+        factors = stored.pop(ROPE_FACTORS, None)  # a part of the configuration, no weight
+        if self._family is None:
+            self.config = read_config(path, header, name)
+            self._stored = {_rename(name): tensor for name, tensor in stored.items()}
+            self._is_permuted = self.config.architecture in _PERMUTED_ARCHITECTURES
+        else:
+            longrope = {
+                parameter: list(map(as_written, self._vector(stored.pop(each))))
+                for each in list(stored)
+                if (parameter := is_longrope(each))
+            }
+            config = read_family(path, header, fields_of(path, header), longrope)
+            self.config = replace(config, name=name or model_name(path, header))
+            architecture = header.metadata["general.architecture"]
+            self._stored = tensors_of(self.config, architecture, stored)
+            self._is_permuted = self._family.is_permuted
         if factors is not None:
-            values = self._expand(factors, (slice(0, factors.shape[0]),))
-            self.config = rope_scaling(path, self.config, values)
+            self.config = rope_scaling(path, self.config, self._vector(factors))
         self.tensors: Mapping[str, TensorInfo] = {
             name: TensorInfo(tensor.shape, _PLAIN.get(tensor.kind, DTYPES["float32"]), str(path))
             for name, tensor in self._stored.items()
@@ -77,10 +110,16 @@ class GgufSource:
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
         rows, *columns = bounds(self.tensors[name], index)
-        if self.config.architecture in _PERMUTED_ARCHITECTURES and _PERMUTED.fullmatch(name):
+        if self._is_permuted and _PERMUTED.fullmatch(name):
             stored_rows = _stored_rows(np.arange(rows.start, rows.stop), self.config.head_dim)
             return self._expand(self._stored[name], (stored_rows, *columns))
-        return self._expand(self._stored[name], (rows, *columns))
+        values = self._expand(self._stored[name], (rows, *columns))
+        if self._family is not None and self._family.adds_one and name.endswith("norm.weight"):
+            return values - np.ones((), values.dtype)
+        return values
+
+    def _vector(self, stored: GgufTensor) -> np.ndarray:
+        return self._expand(stored, (slice(0, stored.shape[0]),))
 
     def _expand(self, stored: GgufTensor, index: tuple[Any, ...]) -> np.ndarray:
         data = self._bytes[stored.offset : stored.offset + stored.num_bytes]

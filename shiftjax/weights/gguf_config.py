@@ -8,6 +8,7 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
 from shiftjax.gguf_header import GgufHeader
+from shiftjax.weights.gguf_families import FAMILIES, as_written
 from shiftjax.weights.source import CheckpointError
 from shiftjax.weights.typed_fields import Fields
 
@@ -25,24 +26,24 @@ def read_config(path: Path, header: GgufHeader, name: str | None = None) -> Mode
     metadata, tensors = header.metadata, header.tensors
     architecture = metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+        known = ", ".join(dict.fromkeys((*_ARCHITECTURES, *FAMILIES)))
         raise CheckpointError(
             f"{path}: general.architecture must be one of {known}, found {architecture!r}"
         )
-    fields = _fields(path, metadata, architecture)
+    fields = fields_of(path, header)
     shape = _attention_shape(fields)
     window = fields.count("attention.sliding_window", 0, minimum=0) or None
     bos = fields.token_ids("bos_token_id")
     config = ModelConfig(
-        name=name or str(metadata.get("general.name") or path.stem),
+        name=name or model_name(path, header),
         architecture="mistral" if architecture == "llama" and window else architecture,
         vocab_size=_vocab_size(fields, header),
         intermediate_size=fields.count("feed_forward_length"),
         num_layers=fields.count("block_count"),
         max_position_embeddings=fields.count("context_length"),
         **shape,
-        rms_norm_eps=_as_written(fields.positive("attention.layer_norm_rms_epsilon")),
-        rope_theta=_as_written(fields.positive("rope.freq_base", 10_000.0)),
+        rms_norm_eps=as_written(fields.positive("attention.layer_norm_rms_epsilon")),
+        rope_theta=as_written(fields.positive("rope.freq_base", 10_000.0)),
         rope_scaling=_linear_scaling(fields),
         tie_word_embeddings="output.weight" not in tensors,
         attention_bias="blk.0.attn_q.bias" in tensors,
@@ -59,23 +60,22 @@ def read_config(path: Path, header: GgufHeader, name: str | None = None) -> Mode
     return config
 
 
-def _fields(path: Path, metadata: dict[str, Any], architecture: str) -> Fields:
+def model_name(path: Path, header: GgufHeader) -> str:
+    """Return what a file calls its model; the file's own name where it does not."""
+    return str(header.metadata.get("general.name") or path.stem)
+
+
+def fields_of(path: Path, header: GgufHeader) -> Fields:
     """The model's and the tokenizer's keys without their prefixes."""
+    metadata = header.metadata
+    architecture = metadata["general.architecture"]
     data = {
         key.removeprefix(prefix): value
         for prefix in (f"{architecture}.", "tokenizer.ggml.")
         for key, value in metadata.items()
         if key.startswith(prefix)
     }
-    fields = Fields(data, f"{path}: {architecture}")
-    if data.get("expert_count"):
-        fields.problem(f"{data['expert_count']} experts: mixtures of experts are not supported")
-    return fields
-
-
-def _as_written(value: float) -> float:
-    """GGUF stores float32; return the short decimal that was meant (1e-05, not 9.99999975e-06)."""
-    return float(str(np.float32(value)))
+    return Fields(data, f"{path}: {architecture}")
 
 
 def _attention_shape(fields: Fields) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _vocab_size(fields: Fields, header: GgufHeader) -> int:
 def _linear_scaling(fields: Fields) -> RopeScaling | None:
     kind = fields.data.get("rope.scaling.type", "none")
     if kind == "linear":
-        return RopeScaling("linear", _as_written(fields.positive("rope.scaling.factor")))
+        return RopeScaling("linear", as_written(fields.positive("rope.scaling.factor")))
     if kind != "none":
         fields.problem(f"rope.scaling.type must be none or linear, found {kind!r}")
     if "rope.scale_linear" in fields.data:
@@ -129,7 +129,8 @@ def rope_scaling(path: Path, config: ModelConfig, factors: np.ndarray) -> ModelC
     Every published Llama 3 blends between wavelengths 8192 / 4 and 8192 / 1; the largest divisor
     is the factor. Divisors that do not follow from that are refused.
     """
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    theta, width = config.ropes[0][0], config.rotary_dim or config.head_dim
+    frequencies = theta ** -(np.arange(0, width, 2) / width)
     scaling = RopeScaling("llama3", float(np.max(factors)))
     if factors.shape != frequencies.shape or not np.allclose(
         factors, _llama3_divisors(scaling, frequencies), rtol=1e-4
@@ -138,7 +139,11 @@ def rope_scaling(path: Path, config: ModelConfig, factors: np.ndarray) -> ModelC
             f"{path}: tensor {ROPE_FACTORS}: expected the frequency factors of Llama 3, found "
             f"{len(factors)} values between {np.min(factors):g} and {np.max(factors):g}"
         )
-    return replace(config, rope_scaling=scaling)
+    if not config.layer_kinds:
+        return replace(config, rope_scaling=scaling)
+    kinds = config.layer_kinds
+    scaled = (replace(kind, rope_scaling=scaling) if kind.has_rope else kind for kind in kinds)
+    return replace(config, layer_kinds=tuple(scaled))
 
 
 def _llama3_divisors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:

@@ -92,6 +92,16 @@ def stored_name(config: ModelConfig, name: str) -> str:
     return name if match is None or stack is None else f"{match[1]}.{stack}.{match[3]}"
 
 
+def rows_of(config: ModelConfig, name: str, stack: str) -> tuple[int, int]:
+    """Return which rows of the stack, as `stored_name` calls it, are a tensor of ours."""
+    match, stored = _PROJECTION.fullmatch(name), _PROJECTION.fullmatch(stack)
+    assert match and stored
+    parts = _STACKS[config.architecture][stored[2]]
+    before = parts[: parts.index(match[2])]
+    first = sum(_rows(config, part) for part in before)
+    return first, first + _rows(config, match[2])
+
+
 def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str, tuple[str, ...]]:
     """Return what a checkpoint of this architecture has, and the tensors of ours in each.
 

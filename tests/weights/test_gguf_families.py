@@ -1,0 +1,239 @@
+"""GGUF of every family: what a converter like llama.cpp's writes is read as what it was made of."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from checkpoints import random_tensors
+from gguf import GGMLQuantizationType as Kind
+from test_gguf import interleave, llama3_divisors
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.weights.gguf import GgufSource
+from shiftjax.weights.hf_config import parse_config
+from shiftjax.weights.source import CheckpointError, check_complete
+
+PARITY = Path(__file__).parent.parent / "data" / "parity"
+EVERYWHERE = {"mlp_only_layers": []}  # no file says which layers have no experts
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# llama.cpp's name: the configuration, and what no file can say of it.
+FAMILIES = {
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {"query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", {}),
+    "phi3 longrope": ("phi3_longrope", {}),
+    "qwen2moe": ("qwen2_moe", EVERYWHERE),
+    "qwen3moe": ("qwen3_moe", EVERYWHERE),
+    "llama": ("mixtral", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo2 windows": (
+        "olmo3",
+        {"rope_parameters": None, "rope_theta": 10_000.0, "num_hidden_layers": 2},
+    ),
+    "olmoe": ("olmoe", {}),
+    "glm4": ("glm4", {}),
+    "glm4moe": ("glm4_moe", {}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss wide": ("gpt_oss_mxfp4", {}),
+    "seed_oss": ("seed_oss", {}),
+    "granite": ("granite", {}),
+    "smollm3": (
+        "smollm3",
+        {"no_rope_layers": None, "layer_types": None, "use_sliding_window": False}
+        | {"num_hidden_layers": 5},
+    ),
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", {"rope_parameters": LLAMA3, "head_dim": 32}),
+    "command-r": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "minimax-m2": ("minimax_m2", {}),
+}
+RENAMED = {
+    "sinks": ("sinks", "weight"),
+    "e_score_correction_bias": ("e_score_correction", "bias"),
+}
+PERMUTED = ("llama", "granite", "smollm3")
+
+
+def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
+    """What a converter writes of a configuration, without the architecture's name."""
+    experts, rope = config.experts, data.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    windows = [kind.sliding_window for kind in config.kinds]
+    values: dict[str, object] = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": data["intermediate_size"],
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "rope.freq_base": rope.get("rope_theta", 10_000.0),
+        "rope.dimension_count": config.rotary_dim or config.head_dim,
+    }
+    of_norms = "layer_norm_epsilon" if config.norm_centred else "layer_norm_rms_epsilon"
+    values[f"attention.{of_norms}"] = config.rms_norm_eps
+    if any(windows):
+        values["attention.sliding_window"] = max(filter(None, windows))
+        values["attention.sliding_window_pattern"] = [each is not None for each in windows]
+    if experts is not None:
+        width, shared = experts.intermediate_size, experts.shared_intermediate_size
+        values |= {"expert_count": experts.num, "expert_used_count": experts.per_token}
+        values |= {"expert_feed_forward_length": width}
+        if data["model_type"] == "qwen2_moe":
+            values["expert_shared_feed_forward_length"] = shared
+        if data["model_type"] == "glm4_moe":
+            values |= {
+                "expert_shared_count": shared // width,
+                "leading_dense_block_count": len(experts.dense_layers),
+                "expert_weights_scale": experts.scale,
+                "expert_weights_norm": experts.norm_topk,
+                "expert_group_count": experts.num_groups,
+                "expert_group_used_count": experts.groups_per_token,
+                "nextn_predict_layers": 1,
+                "block_count": config.num_layers + 1,
+            }
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        values |= {name: data[name]} if data.get(name) else {}
+    if data["model_type"] == "granite":
+        values |= {
+            "attention.scale": data["attention_multiplier"],
+            "embedding_scale": data["embedding_multiplier"],
+            "residual_scale": data["residual_multiplier"],
+            "logit_scale": data["logits_scaling"],
+        }
+    if "logit_scale" in data:
+        values["logit_scale"] = data["logit_scale"]
+    if rope.get("rope_type") in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
+    if rope.get("rope_type") in ("yarn", "longrope"):
+        original = rope.get("original_max_position_embeddings", data["max_position_embeddings"])
+        values["rope.scaling.original_context_length"] = original
+    if rope.get("rope_type") == "yarn":
+        values["rope.scaling.yarn_beta_fast"] = rope["beta_fast"]
+    if rope.get("rope_type") == "longrope":
+        values["rope.scaling.attn_factor"] = rope["attention_factor"]
+    return values
+
+
+def stored_tensors(
+    architecture: str, config: ModelConfig, tensors: dict[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The tensors as a converter stacks and changes them, by llama.cpp's names."""
+    inverse = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(inverse[architecture], config.num_layers)
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        array = tensor
+        if architecture in PERMUTED and (".q_proj." in name or ".k_proj." in name):
+            array = interleave(tensor, config.head_dim)
+        if config.architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = tensor + 1
+        stem, _, suffix = name.rpartition(".")
+        words = stem.split(".")
+        if "experts" in words:  # one for each: stacked in a dimension of their own
+            stem, array = ".".join(words[:5] + words[6:]), array[None]
+        if suffix in RENAMED:
+            stem, suffix = f"{stem}.{RENAMED[suffix][0]}", RENAMED[suffix][1]
+        if config.architecture in ("phi3", "glm4") and words[-1] in ("gate_proj", "up_proj"):
+            stem = stem.replace(words[-1], "gate_up_proj")
+        if config.architecture == "phi3" and words[-1] in ("q_proj", "k_proj", "v_proj"):
+            stem = stem.replace(words[-1], "qkv_proj")
+        stacks.setdefault(f"{names.get_name(stem)}.{suffix}", []).append(array)
+    return {name: np.concatenate(parts) for name, parts in stacks.items()}
+
+
+def write(path: Path, case: str, extra: dict[str, object] | None = None, kind: Kind | None = None):
+    """Write the GGUF of a case; return the model that it is, and its tensors.
+
+    Experts are stored as `kind`.
+    """
+    (name, changes), architecture = FAMILIES[case], case.partition(" ")[0]
+    data = json.loads((PARITY / name / "config.json").read_text()) | changes
+    data.pop("quantization_config", None)
+    config = parse_config(data, "tiny", "config.json")
+    tensors = random_tensors(config)
+    writer = gguf.GGUFWriter(path, architecture)
+    values = {f"{architecture}.{k}": v for k, v in metadata(data, config).items()}
+    values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2} | (extra or {})
+    for key, value in values.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    for stored, tensor in stored_tensors(architecture, config, tensors).items():
+        if kind is not None and "_exps.weight" in stored:
+            writer.add_tensor(stored, gguf.quantize(tensor, kind), raw_dtype=kind)
+            continue
+        is_flat = "ffn_gate_inp_shexp" in stored or "attn_q_norm" in stored
+        writer.add_tensor(stored, tensor.squeeze() if is_flat else tensor)
+    rope = data.get("rope_parameters") or {}
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope["factor"]))
+    for reach in ("long", "short"):
+        if f"{reach}_factor" in rope:
+            factors = np.array(rope[f"{reach}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{reach}.weight", factors)
+    if architecture == "glm4moe":  # of the layer that drafts
+        layer = f"blk.{config.num_layers}.nextn.eh_proj.weight"
+        writer.add_tensor(layer, np.ones((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return config, tensors
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_file_is_read_as_what_it_was_made_of(tmp_path, case):
+    config, tensors = write(tmp_path / "m.gguf", case)
+    source = GgufSource(tmp_path / "m.gguf", "tiny")
+    assert source.config == config
+    check_complete(source)
+    assert source.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        rounds = config.norm_offset and name.endswith("norm.weight")
+        np.testing.assert_allclose(source.read(name), tensor, rtol=0, atol=1e-6 if rounds else 0)
+    some = [name for name in tensors if tensors[name].ndim == 2 and len(tensors[name]) > 6]
+    for name in some:
+        part = source.read(name, (slice(3, 7), slice(1, 6)))
+        np.testing.assert_array_equal(part, source.read(name)[3:7, 1:6])
+
+
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0])
+def test_experts_of_codes_are_read_one_by_one(tmp_path, kind):
+    _, tensors = write(tmp_path / "m.gguf", "gpt-oss wide", kind=kind)
+    source = GgufSource(tmp_path / "m.gguf")
+    for name, tensor in tensors.items():
+        is_stored = ".experts." in name and name.endswith(".weight")
+        expected = gguf.dequantize(gguf.quantize(tensor, kind), kind) if is_stored else tensor
+        np.testing.assert_array_equal(source.read(name), expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("gemma2", {"gemma2.rope.scaling.type": "dynamic"}, "must be none, linear or yarn"),
+        ("qwen3moe", {"qwen3moe.rope.scale_linear": 2.0}, "rope.scale_linear is an old key"),
+        ("olmoe", {"olmoe.embedding_length": 0}, "embedding_length must be a whole number"),
+        ("olmoe", {"olmoe.expert_used_count": 9}, "num_experts_per_tok 9 is more than 8 experts"),
+        ("gpt-oss", {"gpt-oss.rope.scaling.attn_factor": 2.0}, "attn_factor must be 1, found 2"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(tmp_path, case, extra, message):
+    write(tmp_path / "m.gguf", case, extra)
+    with pytest.raises(CheckpointError, match=message):
+        GgufSource(tmp_path / "m.gguf")
