@@ -252,6 +252,17 @@ def fault_of(environ: Mapping[str, str] | None = None) -> str | None:
     return fault or None
 
 
+def compile_cache_place(
+    config: EngineConfig, environ: Mapping[str, str] | None = None
+) -> Path | None:
+    """Where the compilation cache is to be, made or not; None: there is to be none."""
+    environ = os.environ if environ is None else environ
+    setting = config.compile.cache_dir
+    if setting == "auto":
+        return Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "shiftjax" / "compiled"
+    return None if setting == "none" else Path(setting)
+
+
 def compile_cache_dir(
     config: EngineConfig, environ: Mapping[str, str] | None = None
 ) -> Path | None:
@@ -260,15 +271,11 @@ def compile_cache_dir(
     One that nobody asked for may have no place, as on a read-only system: that is a warning.
     Compiled programs are code: a directory that others can write is refused with ConfigError.
     """
-    environ = os.environ if environ is None else environ
-    setting = config.compile.cache_dir
-    if setting == "none":
+    setting, place = config.compile.cache_dir, compile_cache_place(config, environ)
+    if place is None:
         return None
-    place: str | Path = setting
-    if setting == "auto":
-        place = Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "shiftjax" / "compiled"
     try:
-        path = Path(place).expanduser()
+        path = place.expanduser()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.stat()
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home

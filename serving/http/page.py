@@ -10,11 +10,13 @@ from starlette.routing import BaseRoute, Route
 
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from serving.server.bottleneck import Bound, Look, bound_of, stuck_bound
 from serving.server.errors import invalid
 from serving.server.features import page_parts
 from serving.server.handle import RequestHandle
 from serving.server.service import Service
 from serving.server.timeline import SLOT_SECONDS
+from shiftjax.fleet.state import FleetState
 
 NUM_OPEN = 16  # requests that have not ended, on the page
 
@@ -88,6 +90,7 @@ def _now(service: Service) -> dict[str, Any]:
         phases = service.phases
         ended = list(phases.seconds.items())
         start = {"words": phases.words(), "now": phases.state(), "ended": ended}
+        start |= {"coming": phases.coming(), "end_seconds": phases.end_seconds()}
         return {"state": "starting", "phases": start, "model": None, "load": None}
     stats = engine.stats
     unfinished = [handle for handle in engine.handles.values() if not handle.is_ended]
@@ -107,8 +110,11 @@ def _now(service: Service) -> dict[str, Any]:
     }
     if isinstance(engine, AsyncEngine):
         load |= {f"most_{name}": value for name, value in engine.capacity.items()}
+    state = _state(engine)
+    bound = _bound(service, engine, load, state) if isinstance(engine, AsyncEngine) else None
     return {
-        "state": _state(engine),
+        "state": state,
+        "bound": None if bound is None else bound._asdict(),
         "stalled_seconds": engine.stalled_seconds(),
         "model": model_values,
         "load": load,
@@ -116,6 +122,31 @@ def _now(service: Service) -> dict[str, Any]:
         "num_open": len(unfinished),
         **page_parts(stats),
     }
+
+
+def _bound(service: Service, engine: AsyncEngine, load: dict[str, Any], state: str) -> Bound | None:
+    """What binds latency, or which step hangs; None: the engine is out of order."""
+    if state == "failed":
+        return None
+    if state == "stalled":
+        watchdog = service.options.watchdog_timeout
+        return stuck_bound(engine.step_in_flight(), engine.stalled_seconds(), watchdog)
+    stats, most, groups = engine.stats, load["most_running"], engine.choice["groups"]
+    if (fleet := stats.find(FleetState)) is not None:
+        groups = len(fleet.arrangement)
+        most = groups * load["most_group_running"]
+    look = Look(
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        waiting_tokens=stats.num_waiting_tokens,
+        kv=stats.kv_usage,
+        most_running=most,
+        num_groups=groups,
+        most_waiting=load["most_waiting"],
+        most_step_tokens=load["most_step_tokens"],
+        **service.timeline.recent(),
+    )
+    return bound_of(look)
 
 
 def _state(engine: AsyncEngine | AsyncEmbedder) -> str:

@@ -20,6 +20,7 @@ from serving.hosts.leader import LeaderHosts
 from serving.run.access import read_keys
 from serving.run.faults import LOADING, POINTS, Fault, faulty, install, parse_fault
 from serving.run.hosts import leave, open_leader, run_follower
+from serving.run.last_start import keep_last_start, plan_of, read_last_start
 from serving.run.listeners import Server
 from serving.run.progress import shown_phases
 from serving.run.simulated import Simulated, open_simulated
@@ -175,6 +176,8 @@ class Process:
         load = self._open_leader if self._config.host.is_one_of_several else load
         load = faulty(fault, load) if fault and fault.point == LOADING else load
         phases = self._service.phases
+        before = {} if self._options.simulate else read_last_start(self._config)
+        phases.plan(plan_of(self._config, self._options), before)
         with shown_phases(phases):
             model: Any = await asyncio.to_thread(load, self._config, self._options, phases)
             self._model = model
@@ -184,6 +187,8 @@ class Process:
             self._service.open(served, engine)
             if fault and fault.point in POINTS and model.task != "embed":
                 install(fault, model.engine, self._service)
+        if self._options.simulate is None:
+            await asyncio.to_thread(keep_last_start, self._config, phases.seconds)
         _settle_memory()
         addresses = [] if self._kv_events is None else self._kv_events.addresses()
         with contextlib.suppress(OSError):  # a full disk, a closed pipe: the server serves

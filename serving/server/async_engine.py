@@ -10,11 +10,12 @@ from functools import partial
 from typing import Protocol
 
 from serving.server.async_requests import AsyncRequests, Watches
+from serving.server.bottleneck import StepInFlight
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error
 from serving.server.handle import RequestHandle
 from serving.server.kv_events import KvEvents
-from serving.server.mode_choice import capacity_of, choice_of
+from serving.server.mode_choice import capacity_of, choice_of, step_in_flight
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
 from shiftjax.core.cache_events import CacheFeed
@@ -221,6 +222,10 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
                 return await self._waits.place_of(handle.request.request_id, self.stats.num_running)
         except TimeoutError:
             return None
+
+    def step_in_flight(self) -> StepInFlight | None:
+        """The step that the engine waits for; for a look while its thread hangs."""
+        return step_in_flight(self._engine)
 
     # ------------------------------------------------------------------ from the engine
 

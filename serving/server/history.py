@@ -3,7 +3,10 @@
 from typing import Any
 
 KINDS = ("base", "between", "shift")  # of modes; all that are neither one nor the other lie between
-COUNTS = ("tokens", "accepted", "texts", "computed", "switches", "preempted", "failed")
+COUNTS = (
+    *("tokens", "accepted", "texts", "computed", "switches", "preempted", "failed"),
+    *("prompt", "firsts", "queued", "prefilled", "ended", "good"),
+)
 GAUGES = ("running", "waiting", "kv")
 OF_KIND = ("steps", "seconds", "busy", "load")
 DIGITS = 6  # behind the point, of what is shown
@@ -36,6 +39,9 @@ class History:
     Columns, one entry a stretch:
 
         tokens, accepted ...   how many in it
+        firsts                 first tokens that came in it
+        queued, prefilled      seconds that those requests waited, and that their prompts took
+        ended, good            requests that ended well in it; those of them within the targets
         running, waiting, kv   the most in it; where nobody looked, what the one before ended with
         KIND_steps             steps of a kind of mode that ended in it
         KIND_seconds           what they took together
@@ -79,6 +85,15 @@ class History:
                 slot = self._slot(index)
                 slot.add(f"{kind}_busy", busy)
                 slot.add(f"{kind}_load", busy * num_tokens)
+
+    def sums(self, now: float, seconds: float) -> dict[str, float]:
+        """Return the counters of the stretches that end within the last `seconds`, summed."""
+        first, totals = int((now - seconds) // self.seconds), dict[str, float]()
+        for slot in self._slots:
+            if slot is not None and slot.index >= first:
+                for name, value in slot.counts.items():
+                    totals[name] = totals.get(name, 0) + value
+        return totals
 
     def _slot(self, index: int) -> Slot:
         """The slot of a stretch that is not older than the ring."""

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from serving.server.bottleneck import StepInFlight
 from shiftjax.core.engine import Engine
+from shiftjax.core.lane import Flight
 from shiftjax.core.policies import CostPolicy
 from shiftjax.core.policy import Policy
 from shiftjax.fleet.regrouping import Fleet
@@ -30,14 +32,39 @@ def choice_of(engine: Engine) -> dict[str, Any]:
 
 
 def capacity_of(engine: Engine) -> dict[str, int | None]:
-    """Sequences that may run at once, blocks of the KV pool; None in a fleet, where they vary."""
-    if engine.topology.find(Fleet) is not None:
-        return {"running": None, "blocks": None}
+    """Sequences that may run at once, blocks of the KV pool; None in a fleet, where they vary.
+
+    `group_running` and `step_tokens` are those of a group.
+    """
     schedulers = [lane.scheduler for lane in engine.lanes]
+    of_group = {
+        "group_running": max(each.config.max_num_seqs for each in schedulers),
+        "step_tokens": max(each.config.max_num_batched_tokens for each in schedulers),
+    }
+    if engine.topology.find(Fleet) is not None:
+        return {"running": None, "blocks": None, **of_group}
     return {
+        **of_group,
         "running": sum(each.config.max_num_seqs for each in schedulers),
         "blocks": sum(each.tables.device.num_usable_blocks for each in schedulers),
     }
+
+
+def step_in_flight(engine: Engine) -> StepInFlight | None:
+    """Return the step that the engine has waited for longest; None: there is none.
+
+    For a look while the engine's thread hangs: what it reads may change in between otherwise.
+    """
+    lanes = [lane for lane in list(engine.lanes) if lane.awaited or lane.in_flight]
+    if not lanes:
+        return None
+    lane = min(lanes, key=lambda lane: lane.progress_at)
+    flight = lane.awaited or next(iter(tuple(lane.in_flight)), None)
+    if not isinstance(flight, Flight):
+        return None
+    first, plan = lane.group.first, flight.plan
+    units = (first, first + lane.group.width - 1) if len(engine.lanes) > 1 else None
+    return StepInFlight(flight.mode.label, plan.num_tokens, len(plan.scheduled), units)
 
 
 def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[str, float]]]:

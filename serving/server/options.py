@@ -96,6 +96,16 @@ class ServerOptions:
         low=0.0,
         high=3600.0,
     )
+    ttft_target: float | None = option(
+        None,
+        "seconds to the first token that requests should keep to: the page and /metrics count "
+        "those that do; default: none",
+        low=0.001,
+        high=86400.0,
+    )
+    tpot_target: float | None = option(
+        None, "the same per later token, as a mean of a request", low=0.0001, high=3600.0
+    )
     stream_interval: int = option(
         1,
         "tokens that a stream delivers together, at least; the first comes at once",
@@ -178,6 +188,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
                 "kv_events_topic",
             ),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
+            *("ttft_target", "tpot_target"),
             *("store_responses", "store_dir"),
         ),
         "generate",

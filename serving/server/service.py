@@ -30,7 +30,7 @@ from serving.server.quotas import CALLER, Quotas
 from serving.server.schema import Wish, prompts_of, with_server_defaults
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
-from serving.server.timeline import Timeline
+from serving.server.timeline import Targets, Timeline
 from serving.server.tools import checked_functions, read_calls
 from shiftjax.core.request import Request, SamplingParams, derive_seed
 from shiftjax.text.chat import ChatTemplate
@@ -109,7 +109,7 @@ class Service:
         self.phases = Phases()  # of the start
         self.metrics = Metrics(options.metrics_prefix, self.phases)
         self._embedding_metrics = EmbeddingMetrics(self.metrics)
-        self.timeline = Timeline()
+        self.timeline = Timeline(Targets(options.ttft_target, options.tpot_target))
         self._quotas = Quotas(options)
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
@@ -132,6 +132,7 @@ class Service:
         self.metrics.collectors += [
             partial(feature_metrics, engine),
             self._embedding_metrics.metrics,
+            self.timeline.metrics,
         ]
         self.metrics.open(model.name, engine, model.info, *counts, model.attention)
         self.notify()

@@ -1,7 +1,7 @@
 """What a start does, phase by phase: for the log, /health and /metrics while it lasts. No JAX."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -37,6 +37,28 @@ class Phases:
         self.current: Phase | None = None  # None: not begun, or complete
         self.on_change: Callable[[Phase | None, Phase | None], None] = lambda now, before: None
         self._clock = clock
+        self._plan: tuple[str, ...] = ()
+        self._before: Mapping[str, float] = {}
+
+    def plan(self, names: Sequence[str], before: Mapping[str, float]) -> None:
+        """Say which phases are to come, and the seconds that each took at the last start."""
+        self._plan, self._before = tuple(names), before
+
+    def coming(self) -> list[tuple[str, float | None]]:
+        """Planned phases that have not begun, each with the seconds that it took at last."""
+        begun = {*self.seconds, *([self.current.name] if self.current else [])}
+        last = max((i for i, name in enumerate(self._plan) if name in begun), default=-1)
+        return [(name, self._before.get(name)) for name in self._plan[last + 1 :]]
+
+    def end_seconds(self) -> float | None:
+        """Seconds until the start is complete, if all goes as at the last one; None: unknown."""
+        rest, state = [seconds for _, seconds in self.coming()], self.state()
+        if state is None or None in rest or not self._before:
+            return None
+        now = state["expected_seconds"]
+        if now is None:
+            now = max(0.0, self._before.get(state["phase"], 0.0) - state["phase_seconds"])
+        return now + sum(seconds or 0.0 for seconds in rest)
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """`done` of `total` pieces of a phase are done; with the first call it begins."""

@@ -1,8 +1,9 @@
 """The last minutes of the engine, for the page: steps by mode, batch, queue, recent requests."""
 
 import time
-from collections import deque
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,27 +11,48 @@ from serving.server.embed_thread import EmbedTurn
 from serving.server.engine_thread import Turn
 from serving.server.errors import ServeError
 from serving.server.handle import RequestHandle
-from serving.server.history import History, kind_of
+from serving.server.history import KINDS, History, kind_of
 from shiftjax.core.stats import EngineStats
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.embed.embed_engine import EmbedStats
 from shiftjax.fleet.state import FleetState
+from shiftjax.metric import Metric, counter
 
 SLOT_SECONDS = {60: 0.5, 600: 5.0}  # by the span in seconds: how fine the past is kept
 STRIP_SECONDS, NUM_STRIPS = 0.5, 120  # of the groups of a fleet
 NUM_REQUESTS = 40
 NUM_LATENCIES = 512
 NUM_BEGUN = 4096  # requests of which it is known when their first step was planned
+NOW_SECONDS = 5.0  # of which rates and means of now are
+PERCENTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)  # of the curves
+
+
+class Targets(NamedTuple):
+    """Seconds that requests should keep to; None: any."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def are_met(self, ttft: float | None, tpot: float | None) -> bool:
+        """Whether a request that ended well has kept to both."""
+        pairs = (ttft, self.ttft), (tpot, self.tpot)
+        return all(most is None or took is None or took <= most for took, most in pairs)
+
+
+NO_TARGETS = Targets()
 
 
 class Timeline:
     """An `Observer` that keeps a bounded past. Times are seconds of `time.monotonic()`."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Targets = NO_TARGETS) -> None:
+        self._targets = targets
         self._past = {
             span: History(seconds, round(span / seconds)) for span, seconds in SLOT_SECONDS.items()
         }
         self._requests: deque[dict[str, Any]] = deque(maxlen=NUM_REQUESTS)
+        self._by_targets: Counter[str] = Counter()  # requests that ended well
+        self._queue: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._ttft: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._tpot: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._strip: deque[dict[str, Any]] = deque(maxlen=NUM_STRIPS)
@@ -38,6 +60,7 @@ class Timeline:
         self._totals: dict[str, int] = {}  # counters of the engine at the last turn
         self._begun: dict[str, float] = {}  # engine's name of a request -> its first step's plan
         self._first: dict[str, float] = {}  # the same -> its first token
+        self._fresh: dict[str, float] = {}  # the same, of this turn -> its arrival
 
     def rejected(self, error: ServeError) -> None:
         """Refused requests leave no trace here."""
@@ -45,8 +68,10 @@ class Timeline:
     def tokens(self, handle: RequestHandle, index: int, num: int, now: float) -> None:
         """Count generated tokens; the first one begins a request's decoding."""
         self._count(now, tokens=num)
-        if not handle.is_ended:
-            self._first.setdefault(handle.request.request_id, now)
+        name = handle.request.request_id
+        if not handle.is_ended and name not in self._first:
+            self._first[name] = now
+            self._fresh[name] = handle.request.arrival_seconds
 
     def stepped(self, turn: Turn) -> None:
         """Note the steps that ended and the state after them."""
@@ -63,6 +88,13 @@ class Timeline:
             for past in self._past.values():
                 past.step(kind, turn.at, step.seconds, step.num_tokens)
             self._begun |= step.begun
+            self._count(turn.at, prompt=step.num_prompt_tokens)
+        took = turn.steps[-1].seconds if turn.steps else 0.0
+        for name, arrival in self._fresh.items():
+            first = self._first[name]  # a prompt of one token is not told to have begun
+            begun = self._begun.get(name, max(arrival, first - took))
+            self._note_first(first, begun - arrival, first - begun)
+        self._fresh.clear()
         while len(self._begun) > NUM_BEGUN:
             del self._begun[next(iter(self._begun))]
         totals = _totals(stats)
@@ -88,7 +120,11 @@ class Timeline:
             past.look(turn.at, running=running, waiting=before.num_waiting)
             past.look(turn.at, running=stats.num_running, waiting=stats.num_waiting)
 
-    def _count(self, at: float, **counts: int) -> None:
+    def _note_first(self, at: float, queue: float, prompt: float) -> None:
+        """A first token has come after so many seconds of waiting, and of its prompt."""
+        self._count(at, firsts=1, queued=queue, prefilled=prompt)
+
+    def _count(self, at: float, **counts: float) -> None:
         for past in self._past.values():
             past.count(at, **counts)
 
@@ -97,10 +133,20 @@ class Timeline:
 
     def ended(self, handle: RequestHandle, now: float) -> None:
         """Keep the phases of a request."""
-        metrics = handle.output.metrics
+        metrics, name = handle.output.metrics, handle.request.request_id
         self._requests.append(self.row_of(handle, now))
-        for known in (self._begun, self._first):
-            known.pop(handle.request.request_id, None)
+        if metrics is not None and metrics.ttft_seconds is not None:
+            queue, ttft = metrics.queue_seconds or 0.0, metrics.ttft_seconds
+            self._queue.append(queue)
+            if name not in self._first or self._fresh.pop(name, None) is not None:
+                at = handle.request.arrival_seconds + ttft
+                self._note_first(max(at, now - NOW_SECONDS), queue, ttft - queue)
+            if handle.error is None:
+                good = self._targets.are_met(ttft, metrics.tpot_seconds)
+                self._count(now, ended=1, good=int(good))
+                self._by_targets["met" if good else "missed"] += 1
+        for known in (self._begun, self._first, self._fresh):
+            known.pop(name, None)
         if metrics is not None and metrics.ttft_seconds is not None:
             self._ttft.append(metrics.ttft_seconds)
         if metrics is not None and metrics.tpot_seconds is not None:
@@ -130,6 +176,38 @@ class Timeline:
             "requests": list(self._requests),
             "ttft": _percentiles(self._ttft),
             "tpot": _percentiles(self._tpot),
+            "curves": {
+                "percentiles": PERCENTILES,
+                "queue": _percentiles(self._queue, PERCENTILES),
+                "ttft": _percentiles(self._ttft, PERCENTILES),
+                "tpot": _percentiles(self._tpot, PERCENTILES),
+            },
+            "targets": self._targets._asdict(),
+        }
+
+    def metrics(self) -> Iterator[Metric]:
+        """How many requests kept to the targets; nothing where there are none."""
+        if self._targets != NO_TARGETS:
+            found = {(outcome,): self._by_targets[outcome] for outcome in ("met", "missed")}
+            text = "Requests that ended well, by whether they kept to the latency targets."
+            yield counter("requests_by_targets", text, found, "outcome")
+
+    def recent(self) -> dict[str, Any]:
+        """Rates and means of the last `NOW_SECONDS`, as `bottleneck.Look` names them."""
+        found = self._past[60].sums(time.monotonic(), NOW_SECONDS)
+        of = lambda name: sum(found.get(f"{kind}_{name}", 0.0) for kind in KINDS)  # noqa: E731
+        steps, busy, firsts = of("steps"), of("busy"), found.get("firsts", 0.0)
+        tokens, prompt = found.get("tokens", 0.0), found.get("prompt", 0.0)
+        mean = lambda name: found.get(name, 0.0) / firsts if firsts else None  # noqa: E731
+        return {
+            "step_seconds": of("seconds") / steps if steps else None,
+            "step_tokens": of("load") / busy if busy else None,
+            "mode": "" if self._last_step is None else self._last_step["mode"],
+            "prompt_rate": prompt / NOW_SECONDS,
+            "prompt_share": prompt / (prompt + tokens) if prompt else 0.0,
+            "queue_seconds": mean("queued"),
+            "prompt_seconds": mean("prefilled"),
+            "num_preempted": round(found.get("preempted", 0)),
         }
 
     def row_of(self, handle: RequestHandle, end: float | None) -> dict[str, Any]:
@@ -163,6 +241,6 @@ def _totals(stats: EngineStats) -> dict[str, int]:
     }
 
 
-def _percentiles(values: deque[float]) -> list[float]:
-    """Return p50, p90 and p99; an empty list without values."""
-    return np.percentile(values, (50, 90, 99)).tolist() if values else []
+def _percentiles(values: deque[float], of: Sequence[float] = (50, 90, 99)) -> list[float]:
+    """Return the percentiles; an empty list without values."""
+    return np.percentile(values, of).tolist() if values else []

@@ -128,10 +128,12 @@ class Engine:
     def _commit(self, lane: Lane, now: float) -> list[Event]:
         """Wait for the oldest step in flight and enter its results."""
         flight, events = lane.in_flight.popleft(), list[Event]()
+        lane.awaited = flight
         try:
             if isinstance(flight, Failure):
                 raise flight.error
             output = lane.runner.fetch(flight.handle)
+            lane.awaited = None
             done_at = self._clock() if self._clock else now
             seconds = lane.end_step(flight, done_at)
             if flight.plan.scheduled:
@@ -155,6 +157,7 @@ class Engine:
         if isinstance(error, EngineLostError):
             raise error
         self._num_failed_steps += 1
+        lane.awaited = None
         if self.topology.absorbs(lane, error):
             return []
         logger.error("A step failed; its requests end with an error.", exc_info=error)

@@ -57,6 +57,7 @@ class Lane:
     runner: Runner
     modes: tuple[Mode, ...]
     in_flight: deque[Flight | Failure] = field(default_factory=deque)
+    awaited: Flight | Failure | None = None  # not in flight any more: its results are waited for
     group: Group = FIRST_UNIT
     policy: Policy | None = None  # that chooses its modes; None: the engine's
     state: Literal["open", "leaving", "closing", "paused", "idle"] = "open"

@@ -50,6 +50,7 @@ class EndedStep(NamedTuple):
     seconds: float
     num_tokens: int
     begun: dict[str, float]  # requests of which it computed prompts: when they were first scheduled
+    num_prompt_tokens: int  # of its tokens
 
 
 def stats_of(
@@ -98,9 +99,10 @@ def ended_step(flight: Flight, seconds: float) -> EndedStep:
     """Return what is told of a step whose results are there; `seconds` is what it took."""
     plan = flight.plan
     chunks = [item.sequence for item in plan.chunks]
+    num_prompt_tokens = sum(item.num_tokens for item in plan.chunks)
     begun = {
         each.request.request_id: each.first_scheduled_seconds
         for each in chunks
         if each.first_scheduled_seconds is not None
     }
-    return EndedStep(flight.mode.label, seconds, plan.num_tokens, begun)
+    return EndedStep(flight.mode.label, seconds, plan.num_tokens, begun, num_prompt_tokens)
