@@ -20,7 +20,7 @@ from serving.server.grammar_source import GrammarSource, grammar_source_of
 from serving.server.hints import HINTS, take_hints
 from serving.server.json_body import read
 from serving.server.tools import ToolWish, read_calls, read_tools
-from shiftjax.core.limits import MAX_WIDTH
+from shiftjax.core.limits import MAX_WIDTH, RequestLimits
 from shiftjax.core.sampling_params import (
     INT32_MAX,
     MAX_LOGIT_BIAS,
@@ -49,6 +49,7 @@ class Wish:
     given: Collection[str] = ()  # fields of `sampling` that the request names
     hints: tuple[str, ...] = ()  # names of fields that are known, and have no effect here
     effort_name: str = "reasoning_effort"  # as the client calls it
+    is_capped: bool = False  # `max_tokens` may be more than there is room for
 
     @property
     def ignored(self) -> tuple[str, ...]:
@@ -150,6 +151,15 @@ def with_server_defaults(wish: Wish, defaults: Mapping[str, Any]) -> Wish:
     except SamplingError as error:
         raise _sampling_error(error, wish.fields) from None
     return replace(wish, sampling=sampling)
+
+
+def fitting(wish: Wish, num_prompt: int, limits: RequestLimits) -> SamplingParams:
+    """The sampling of a prompt of so many tokens; one that is capped ends where the room does."""
+    most = wish.sampling.max_tokens
+    if not wish.is_capped or most is None:
+        return wish.sampling
+    room = min(limits.max_model_len, limits.num_kv_tokens + 1) - num_prompt
+    return replace(wish.sampling, max_tokens=None) if most > room else wish.sampling
 
 
 def _sampling_error(error: SamplingError, fields: GenerationFields) -> ServeError:

@@ -27,7 +27,7 @@ from serving.server.options import ServerOptions
 from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts, template_variables
 from serving.server.quotas import CALLER, Quotas
-from serving.server.schema import Wish, prompts_of, with_server_defaults
+from serving.server.schema import Wish, fitting, prompts_of, with_server_defaults
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
 from serving.server.timeline import Targets, Timeline
@@ -306,7 +306,7 @@ class Service:
             Request(
                 name if num_prompts == 1 else f"{name}-{index}",
                 ids,
-                _seeded(wish.sampling, seed, index),
+                _seeded(fitting(wish, len(ids), engine.request_limits), seed, index),
                 arrival_seconds=arrival,
                 priority=wish.priority,
                 min_width=wish.min_width,

@@ -114,6 +114,11 @@ SCHEMA_ROWS = (
         (TEST_FIELDS,), "an option of another type passes",
     ),
     Mutant(
+        "what a template drops stays dropped", "schema", "serving/server/system_turns.py",
+        "return turns if self._keeps(at) else _joined(turns)", "return turns",
+        ("tests/serving/server/test_system_turns.py",), "a model never hears what it is told",
+    ),
+    Mutant(
         "a hint is dropped without a word", "schema", "serving/server/hints.py",
         "told += [name] * (nested is not None and not is_same(nested, harmless))", "pass",
         ("tests/serving/server/test_hints.py",), "clients believe that an option has an effect",

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import msgspec
@@ -199,7 +200,7 @@ def read_messages(values: Any) -> Asked:
         "top_k": fields.top_k,
         "user": fields.metadata and fields.metadata.user_id,
     }
-    return wish_of(chat, fields, told, NAMES)
+    return replace(wish_of(chat, fields, told, NAMES), is_capped=True)
 
 
 def read_count(values: Any) -> Asked:

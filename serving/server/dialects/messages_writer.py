@@ -106,7 +106,9 @@ class MessagesWriter:
         is_sequence = finish == "stop" and isinstance(stop, str)
         reason = "stop_sequence" if is_sequence else "end_turn"
         if finish == "length":
-            reason = "max_tokens"
+            asked = self._generation.wish.sampling.max_tokens
+            is_full = asked != self._handle.request.sampling.max_tokens
+            reason = "model_context_window_exceeded" if is_full else "max_tokens"
         elif self._blocks.has_calls and not is_sequence:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}

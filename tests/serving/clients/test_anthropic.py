@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from kit import COMPLETION, TEMPLATE, running_server
+from kit import COMPLETION, MAX_MODEL_LEN, TEMPLATE, running_server
 
 anthropic = pytest.importorskip("anthropic", reason="needs: pip install anthropic")
 
@@ -175,3 +175,16 @@ def test_an_answer_that_is_begun_is_continued(server, client):
     use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     with pytest.raises(anthropic.BadRequestError):
         client.messages.create(**options | {"messages": [*HI, begun[1] | {"content": [use]}]})
+
+
+def test_a_bound_beyond_the_context_ends_there(client):
+    """Claude Code asks for 32,000 tokens of any model."""
+    options = OPTIONS | {"max_tokens": 32000, "timeout": 60}
+    answer = client.messages.create(**options)
+    assert answer.stop_reason == "model_context_window_exceeded"
+    used = answer.usage.input_tokens + answer.usage.cache_read_input_tokens
+    assert used + answer.usage.output_tokens == MAX_MODEL_LEN
+    with client.messages.stream(**options) as stream:
+        assert stream.get_final_message().stop_reason == answer.stop_reason
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(**options | {"messages": [{"role": "user", "content": "x" * 300}]})
