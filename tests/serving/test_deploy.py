@@ -10,7 +10,7 @@ import httpx
 import pytest
 import yaml
 from cases.load_kit import free_port
-from kit import running_server
+from kit import make_drafting_engine, running_server
 
 from serving.cli.main import make_parser
 from shiftjax.config import SETTINGS
@@ -23,8 +23,11 @@ PROMETHEUS = shutil.which("prometheus")
 
 @pytest.fixture(scope="module")
 def metrics() -> str:
-    """What a server that has done something shows."""
-    with running_server(grpc=False) as server, server.client() as client:
+    """What a server that drafts shows when it has done something."""
+    with (
+        running_server(make_drafting_engine(speculation="ngram"), grpc=False) as server,
+        server.client() as client,
+    ):
         client.post("/v1/completions", json={"prompt": "x"})
         client.post("/v1/completions", json={"prompt": ""})
         return client.get("/metrics").text
@@ -40,12 +43,34 @@ def test_dashboard_and_alerts_name_what_there_is(metrics):
     known = {name.removeprefix("shiftjax:") for name in known}
     dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
     alerts = (DEPLOY / "prometheus/alerts.yml").read_text()
-    panels = [panel for panel in dashboard["panels"] if not panel["title"].startswith("Fleet")]
+    panels = plain_panels(dashboard)
     used = names_in(json.dumps(panels)) | names_in(alerts)
-    assert len(used) > 15
+    assert len(used) > 25
     assert used <= known
     ids = [panel["id"] for panel in dashboard["panels"]]
-    assert len(ids) == len(set(ids)) > 8
+    assert len(ids) == len(set(ids)) > 30
+
+
+def test_panels_have_an_expression_and_a_place_of_their_own():
+    dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
+        assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
+        taken |= cells
+        if panel["type"] != "row":
+            assert panel["targets"] and panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        for target in panel.get("targets", ()):
+            assert 'model_name=~"$model"' in target["expr"], panel["title"]
+
+
+def plain_panels(dashboard: dict) -> list[dict]:
+    """Those that any server has numbers for; tests/serving/clients has one with a fleet."""
+    panels = dashboard["panels"]
+    return [p for p in panels if p["type"] != "row" and not p["title"].startswith("Fleet")]
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml", "llm-d.yaml"])
@@ -110,11 +135,11 @@ def test_prometheus_reads_it():
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
 def test_a_real_prometheus_scrapes_and_answers_the_dashboard(tmp_path):
     dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
-    panels = [panel for panel in dashboard["panels"] if not panel["title"].startswith("Fleet")]
-    targets = [target["expr"] for panel in panels for target in panel["targets"]]
+    targets = [target["expr"] for panel in plain_panels(dashboard) for target in panel["targets"]]
     fills = {"$prefix": "shiftjax", "$model": ".*", "$__rate_interval": "5s"}
     address = f"127.0.0.1:{free_port()}"
-    with running_server(grpc=False) as server, server.client() as client:
+    engine = make_drafting_engine(speculation="ngram")
+    with running_server(engine, grpc=False) as server, server.client() as client:
         target = server.url.removeprefix("http://")
         config = {"global": {"scrape_interval": "200ms"}, "scrape_configs": []}
         static = [{"targets": [target]}]
