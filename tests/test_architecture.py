@@ -51,6 +51,7 @@ FLOORS = (
     ("serving.proto", NO_JAX),
     ("serving.server", NO_JAX),
     ("serving.stored", NO_JAX),
+    ("serving.traces", NO_JAX),
     ("serving.http", NO_JAX),
     ("serving.rpc", JAX),
     ("serving.hosts", NO_JAX),
@@ -82,6 +83,7 @@ INSTALLED_AS = {
     "grpc_status": "grpcio_status",
     "google": "protobuf",
     "orbax": "orbax_checkpoint",
+    "opentelemetry": "opentelemetry_sdk",
     "yaml": "pyyaml",
     "zmq": "pyzmq",
 }
@@ -342,7 +344,7 @@ def test_every_import_is_a_declared_dependency(shipped):
     library = third_party_imports(shipped, {"shiftjax", "pallas_kernels"})
     optional = extras["hub"] | extras["plots"]
     assert library - optional == always - {"rich"}  # rich is for the command line
-    served = always | optional | extras["serving"] | extras["events"]
+    served = always | optional | extras["serving"] | extras["events"] | extras["traces"]
     assert third_party_imports(shipped, {"serving"}) <= served
 
 

@@ -112,6 +112,11 @@ def check(arguments: argparse.Namespace, config: EngineConfig, sampling: Samplin
         from serving.server.kv_events import check_kv_events
 
         check_kv_events(arguments.server, config)
+    if arguments.server.otlp_traces_endpoint is not None:
+        from serving.traces.plug import check_traces
+        from shiftjax.settings import environ_beside
+
+        check_traces(arguments.server, environ_beside())
     if arguments.server.simulate is not None:
         from serving.run.simulated import open_simulated
 

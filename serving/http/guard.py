@@ -16,6 +16,7 @@ from serving.http.turns import Turns
 from serving.server.errors import ServeError, internal_error
 from serving.server.headers import check_request_id, digests, key_in, request_id_for, trace_id
 from serving.server.quotas import CALLER, Caller, holder_of
+from serving.server.trace_context import TRACE, trace_from
 
 logger = logging.getLogger(__name__)
 
@@ -113,9 +114,14 @@ class Guard:
         bearer = headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")
         found = [key_in(each, self._keys) for each in bearer] if self._keys else []
         client = scope.get("client") or (None, 0)
+        TRACE.set(trace_from(*(_text(headers, each) for each in (b"traceparent", b"tracestate"))))
         CALLER.set(Caller(next(filter(None, found), None), holder_of(client[0])))
         if self._keys and scope["path"] not in PUBLIC and not any(found):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
+
+
+def _text(headers: dict[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
 
 
 def _log(scope: Scope, headers: dict[bytes, bytes], status: int, seconds: float) -> None:
@@ -125,7 +131,7 @@ def _log(scope: Scope, headers: dict[bytes, bytes], status: int, seconds: float)
         logging.DEBUG if is_quiet else logging.INFO,
         "http: %s %s %d %.1f ms id=%s trace=%s",
         *(scope["method"], _shown(scope["path"]), status, 1000 * seconds, scope["request_id"]),
-        trace_id(headers.get(b"traceparent", b"").decode("latin-1")),
+        trace_id(_text(headers, b"traceparent")),
     )
 
 

@@ -22,6 +22,7 @@ from serving.server.headers import (
     trace_id,
 )
 from serving.server.quotas import CALLER, Caller, holder_of_peer
+from serving.server.trace_context import TRACE, trace_from
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def method[F: Callable[..., Awaitable[Any]]](function: F) -> F:
     async def wrapped(self: Any, request: Any, context: aio.ServicerContext) -> Any:
         metadata = dict(context.invocation_metadata() or ())
         given, trace = str(metadata.get(REQUEST_ID, "")), str(metadata.get("traceparent", ""))
+        TRACE.set(trace_from(trace, str(metadata.get("tracestate", ""))))
         name, trace = request_id_for(given), trace_id(trace)
         context.set_trailing_metadata(((REQUEST_ID, name),))
         CALLER.set(CALLER.get()._replace(address=holder_of_peer(context.peer())))

@@ -284,6 +284,5 @@ REFUSED = {
     "TLS has the ciphers of Python's defaults": "--ssl-ciphers=",
     "use --max-request-bytes": "--h11-max-incomplete-event-size= --h11-max-header-count=",
     "the server logs to stderr": "--log-config-file=",
-    "there are no traces: /metrics and the page show requests": "--otlp-traces-endpoint=",
-    "spans have what the request timeline has": "--collect-detailed-traces=",
+    "spans have queue, prefill and decode": "--collect-detailed-traces=",
 }

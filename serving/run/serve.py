@@ -31,6 +31,7 @@ from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
 from serving.server.service import ServedModel, Service
 from serving.server.start_phases import Phases
+from serving.traces.plug import check_traces, plug_traces
 from shiftjax.config import EngineConfig
 from shiftjax.core.errors import RequestError
 from shiftjax.core.request import SamplingParams
@@ -70,6 +71,7 @@ def run_server(
         logger.info("loaded %s", plugin)
     keys = read_keys(options)
     check_kv_events(options, config)
+    check_traces(options, environ_beside())
     if config.parallel.phases is not None and options.simulate is None:
         given = f"phases = {config.parallel.phases}"
         raise ConfigError([f"{given} is of batch and LLM: requests that wait for a phase are late"])
@@ -108,6 +110,7 @@ class Process:
     ):
         self._config, self._options, self._fault = config, options, fault
         self._service = Service(options)
+        plug_traces(self._service, environ_beside())
         self._server = Server(self._service, keys, self._begin_end)
         self._stop = asyncio.Event()
         self._signal: int | None = None

@@ -136,6 +136,11 @@ class ServerOptions:
         None,
         "address where subscribers get KV events again, as tcp://127.0.0.1:5558; default: none",
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "where spans of requests go, over OTLP: http://collector:4317 (gRPC), or "
+        "http://collector:4318/v1/traces; default: nowhere",
+    )
     profile_dir: str | None = option(
         None, "folder for the profiles that the Admin service makes; default: none are made"
     )
@@ -189,7 +194,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
             ),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
             *("ttft_target", "tpot_target"),
-            *("store_responses", "store_dir"),
+            *("store_responses", "store_dir", "otlp_traces_endpoint"),
         ),
         "generate",
     )

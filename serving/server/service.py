@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from serving.server.async_embedder import AsyncEmbedder
-from serving.server.async_engine import AsyncEngine
+from serving.server.async_engine import AsyncEngine, Observer
 from serving.server.dialogue import Dialogue
 from serving.server.embedding_metrics import EmbeddingMetrics
 from serving.server.errors import ServeError, invalid
@@ -114,7 +114,9 @@ class Service:
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
         self.listeners: list[Callable[[bool], None]] = []
+        self.on_start: list[Callable[[Generation], None]] = []  # in the task of the call
         self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self.watchers: list[Observer] = []  # beside metrics and the page; before the engine is
         self.grammars: Grammars | None = None
         self._prompts: Prompts | None = None
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
@@ -164,9 +166,9 @@ class Service:
         return self.engine is None or await self.engine.close()
 
     @property
-    def observers(self) -> tuple[Metrics, Timeline]:
+    def observers(self) -> tuple[Observer, ...]:
         """What an engine of this service reports to."""
-        return self.metrics, self.timeline
+        return self.metrics, self.timeline, *self.watchers
 
     @property
     def embed_observers(self) -> tuple[EmbeddingMetrics, Timeline]:
@@ -261,6 +263,8 @@ class Service:
                 lent.enter_context(self._quotas.lent(CALLER.get(), _num_sequences(wish)))
                 generation = await self._submit(engine, wish, request_id, timeout, seed)
                 generation.lent = lent.pop_all()
+            for tell in self.on_start:
+                tell(generation)
             return generation
         except ServeError as error:
             self.refuse(error)

@@ -22,6 +22,7 @@ from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents
 from serving.server.service import ServedModel, Service
+from serving.traces.plug import plug_traces
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
@@ -199,6 +200,7 @@ def running_server(
     tokenizer = tokenizer or byte_tokenizer()
 
     def open_engine(service: Service) -> AsyncEngine:
+        plug_traces(service, {})
         observers, settings = service.observers, service.options
         async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
