@@ -120,6 +120,6 @@ def test_it_starts_a_server_as_the_user_and_on_the_ports_of_the_manifests():
     assert words_of("EXPOSE") == [" ".join(ports)] and arguments.host == "0.0.0.0"
     (uid,) = re.findall(r"--uid (\d+)", words_of("RUN")[0])
     assert words_of("USER") == [uid]
-    manifests = [path.read_text() for path in (ROOT / "deploy").glob("*.yaml")]
+    manifests = [path.read_text() for path in (ROOT / "deploy").rglob("*.yaml")]
     users = {user for text in manifests for user in re.findall(r"runAsUser: (\d+)", text)}
     assert users == {uid}

@@ -73,7 +73,7 @@ def plain_panels(dashboard: dict) -> list[dict]:
     return [p for p in panels if p["type"] != "row" and not p["title"].startswith("Fleet")]
 
 
-@pytest.mark.parametrize("name", ["kubernetes.yaml", "llm-d.yaml"])
+@pytest.mark.parametrize("name", ["kubernetes/base/server.yaml", "llm-d.yaml"])
 def test_the_manifests_name_what_there_is(name):
     documents = yaml.safe_load_all((DEPLOY / name).read_text())
     kinds = {document["kind"]: document for document in documents}
@@ -97,6 +97,54 @@ def test_the_manifests_name_what_there_is(name):
         assert arguments.metrics_prefix == template["metadata"]["labels"]["llm-d.ai/engine-type"]
         assert arguments.kv_events == "zmq"
         assert arguments.kv_events_endpoint == f"tcp://*:{ports['kv-events']}"
+
+
+@pytest.fixture(scope="module")
+def scaling() -> dict[str, dict]:
+    """The manifests of deploy/kubernetes by kind."""
+    files = (path for path in (DEPLOY / "kubernetes").rglob("*.yaml"))
+    found = [each for path in files for each in yaml.safe_load_all(path.read_text())]
+    return {each["kind"]: each for each in found}
+
+
+def triggers_of(scaling: dict[str, dict]) -> dict[str, str]:
+    return {
+        each["name"]: each["metadata"]["query"]
+        for each in scaling["ScaledObject"]["spec"]["triggers"]
+    }
+
+
+def test_the_pods_that_are_watched_and_scaled_are_those_of_the_servers(scaling, metrics):
+    deployment = scaling["Deployment"]
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    monitor, scaled = scaling["PodMonitor"]["spec"], scaling["ScaledObject"]["spec"]
+    for spec in (monitor, scaling["PodDisruptionBudget"]["spec"], deployment["spec"]):
+        assert spec["selector"]["matchLabels"] == template["metadata"]["labels"]
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    keys = next(v["secret"] for v in template["spec"]["volumes"] if v["name"] == "keys")
+    assert endpoint["authorization"]["credentials"]["name"] == keys["secretName"]
+    assert scaled["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+    job = template["metadata"]["labels"][monitor["jobLabel"]]
+    queries = triggers_of(scaling)
+    assert set(queries) == {"queue", "kv"}
+    for query in queries.values():
+        (name,) = names_in(query)
+        assert f'{{job="{job}"}}' in query and f"\nshiftjax:{name}{{" in metrics
+
+
+def test_a_server_that_is_scaled_in_has_time_to_drain(scaling):
+    """And servers are removed more slowly than added: a start takes minutes."""
+    template = scaling["Deployment"]["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    startup = container["startupProbe"]
+    behavior = scaling["ScaledObject"]["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+    down, up = (behavior["behavior"][name] for name in ("scaleDown", "scaleUp"))
+    assert [policy["value"] for policy in down["policies"]] == [1]
+    assert down["policies"][0]["periodSeconds"] > template["spec"]["terminationGracePeriodSeconds"]
+    assert up["stabilizationWindowSeconds"] < down["stabilizationWindowSeconds"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1200
 
 
 def test_the_hosts_of_a_set_run_one_command():
@@ -133,9 +181,10 @@ def test_prometheus_reads_it():
 
 
 @pytest.mark.skipif(PROMETHEUS is None, reason="needs Debian's package prometheus")
-def test_a_real_prometheus_scrapes_and_answers_the_dashboard(tmp_path):
+def test_a_real_prometheus_answers_the_dashboard_and_the_autoscaler(tmp_path, scaling):
     dashboard = json.loads((DEPLOY / "grafana/shiftjax.json").read_text())
     targets = [target["expr"] for panel in plain_panels(dashboard) for target in panel["targets"]]
+    targets += triggers_of(scaling).values()
     fills = {"$prefix": "shiftjax", "$model": ".*", "$__rate_interval": "5s"}
     address = f"127.0.0.1:{free_port()}"
     engine = make_drafting_engine(speculation="ngram")
