@@ -1,12 +1,13 @@
 """Texts and conversations become token ids: bounded first, and in a thread if they are long."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from serving.server.errors import ServeError, invalid
-from serving.server.tools import with_objects
+from serving.server.tools import other_forms
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.errors import ChatRequestError, ChatTemplateError
 from shiftjax.text.tokenizer import Tokenizer
@@ -67,9 +68,10 @@ class Texts:
             try:
                 return encode_chat(tokenizer, plain, template=self._template, **variables)
             except (ChatRequestError, ChatTemplateError):
-                if (again := with_objects(plain)) is None:
-                    raise
-            return encode_chat(tokenizer, again, template=self._template, **variables)
+                for form in other_forms(plain):
+                    with contextlib.suppress(ChatRequestError, ChatTemplateError):
+                        return encode_chat(tokenizer, form, template=self._template, **variables)
+                raise
 
         try:
             return await self._in_thread(work)

@@ -3,8 +3,9 @@
 Raises `ServeError` that names the field. No JAX.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,24 +194,32 @@ def _arguments(value: str | dict[str, Json] | None, place: str) -> str | dict[st
     return found
 
 
-def with_objects(messages: Sequence[dict[str, Json]]) -> list[dict[str, Json]] | None:
-    """The messages for a template that only reads objects: arguments that are text are in one.
+def other_forms(messages: Sequence[dict[str, Json]]) -> list[list[dict[str, Json]]]:
+    """The messages in other forms, for templates that fail on arguments as `read_calls` has them.
 
-    None: there are no such arguments.
+    Some only read objects: arguments that are text are in one. Others only read JSON text
+    (DeepSeek's own templates).
     """
     calls = [call for message in messages for call in message.get("tool_calls") or ()]
-    if not any(isinstance(call["function"]["arguments"], str) for call in calls):
-        return None
-    return [_with_objects(message) for message in messages]
+    arguments = [call["function"]["arguments"] for call in calls]
+    forms = [_as_object] if any(isinstance(each, str) for each in arguments) else []
+    forms += [_as_text] if any(isinstance(each, dict) for each in arguments) else []
+    return [[_with_arguments(message, form) for message in messages] for form in forms]
 
 
-def _with_objects(message: dict[str, Json]) -> dict[str, Json]:
+def _as_object(arguments: str | dict[str, Json]) -> dict[str, Json]:
+    return {"arguments": arguments} if isinstance(arguments, str) else arguments
+
+
+def _as_text(arguments: str | dict[str, Json]) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_arguments(message: dict[str, Json], form: Callable[[Json], Json]) -> dict[str, Json]:
     if not message.get("tool_calls"):
         return message
     calls = []
     for call in message["tool_calls"]:
-        function = call["function"]
-        if isinstance(function["arguments"], str):
-            function = function | {"arguments": {"arguments": function["arguments"]}}
+        function = call["function"] | {"arguments": form(call["function"]["arguments"])}
         calls.append(call | {"function": function})
     return message | {"tool_calls": calls}

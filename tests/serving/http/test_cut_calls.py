@@ -17,6 +17,10 @@ ONLY_OBJECTS = (
     "{% for k, v in c.function.arguments | items %}{{ k }}={{ v }}{% endfor %}{% endfor %}"
     "{% endfor %}"
 )
+ONLY_TEXT = (  # as the templates of DeepSeek V3, V3.1 and R1
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ 'call:' + c['function']['arguments'] + ';' }}{% endfor %}{% endfor %}"
+)
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"name": "f", "parameters": PARAMETERS}
 
@@ -101,3 +105,13 @@ def test_what_is_no_object_is_text(server, client, text):
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     answer = client.post("/tokenize", json={"messages": [*USER, said]})
     assert answer.json()["count"] == len("hi" + text)
+
+
+@pytest.mark.parametrize("server", [ONLY_TEXT], indirect=True, ids=["text"])
+@pytest.mark.parametrize("arguments", ['{"city": "Köln"}', CUT, ""])
+def test_a_template_that_only_reads_text_gets_text(server, client, arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    ids = client.post("/tokenize", json={"messages": [*USER, said]}).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+    assert text == f"hicall:{arguments or '{}'};"
