@@ -24,12 +24,13 @@ from shiftjax.embed.embed_settings import (
     embed_shape,
     num_devices_of,
 )
+from shiftjax.embed.scores import activated
 from shiftjax.embed.step_device import EmbedDeviceRunner, EmbedStep
 from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.parallel.layout import Layout
 from shiftjax.plugins import ALL, load_plugins
 from shiftjax.settings import make_virtual_devices
-from shiftjax.text.embedding_inputs import Input, InputReader
+from shiftjax.text.embedding_inputs import Input, InputReader, scored_inputs
 from shiftjax.weights.source import TensorSource
 
 BATCH = 1024  # texts that are tokenized at a time; a step or more is in flight meanwhile
@@ -136,8 +137,9 @@ class Embedder:
         Raises:
             RequestError: a text or a prompt's name that cannot be used; a text whose step failed.
         """
+        if self.reader.pooling.scores:
+            raise RequestError(f"{self.name} scores texts: call score, it has no embeddings.")
         many = as_inputs(texts)
-        found = np.zeros((len(many), self.model.hidden_size), np.float32)
         keys, self._num_texts = self._num_texts, self._num_texts + len(many)
         most = self.reader.max_length if truncate else 0
         batches = (
@@ -149,13 +151,49 @@ class Embedder:
             ]
             for start in range(0, len(many), BATCH)
         )
+        return self._gathered(batches, range(keys, keys + len(many)), progress)
+
+    def score(
+        self,
+        texts: Sequence[str | tuple[str, str]],
+        *,
+        activate: bool = True,
+        truncate: bool = True,
+    ) -> np.ndarray:
+        """Return the scores of texts, or of pairs of texts, float32 `[texts, labels]`.
+
+        `activate`: with the model's activation (`reader.pooling.activation`), else the numbers of
+        its head. `truncate` cuts what is too long, a pair at the end of its second text.
+
+        Raises:
+            RequestError: a model without a head that scores; a text that cannot be used.
+        """
+        pooling, many = self.reader.pooling, list(texts)
+        if not pooling.scores:
+            raise RequestError(f"{self.name} embeds texts: it has no head that scores them.")
+        most = self.reader.max_length if truncate else 0
+        ids = scored_inputs(self.reader, many, most)
+        keys, self._num_texts = self._num_texts, self._num_texts + len(many)
+        asked = [
+            Text(keys + place, tokens, second_from=second)
+            for place, (tokens, second) in enumerate(ids)
+        ]
+        batches = (asked[start : start + BATCH] for start in range(0, len(asked), BATCH))
+        found = self._gathered(batches, range(keys, keys + len(many)))
+        return activated(found, pooling.activation) if activate else found
+
+    def _gathered(
+        self, batches: Iterator[list[Text]], keys: range, progress: Progress | None = None
+    ) -> np.ndarray:
+        """The results of texts that have these keys, in their order."""
+        found = np.zeros((len(keys), self.runner.shape.dim), np.float32)
         try:
             for done, (key, embedding) in enumerate(self._embed(batches), 1):
-                found[key - keys] = embedding
+                found[key - keys.start] = embedding
                 if progress is not None:
-                    progress("embedding", done, len(many))
+                    progress("embedding", done, len(keys))
         finally:
-            for key in range(keys, keys + len(many)):  # those that an error has left
+            for key in keys:  # those that an error has left
                 self._engine.cancel(key)
         return found
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from serving.http.described import Described
@@ -12,28 +13,45 @@ from serving.http.guard import read_body, send_body, warning_headers
 from serving.server.embedding import (
     EmbeddingFields,
     Embeddings,
-    RerankFields,
     embed,
     embedding_body,
-    rerank,
-    rerank_body,
     written,
 )
 from serving.server.errors import ServeError
 from serving.server.json_body import parse_json
+from serving.server.scoring import (
+    ClassifyFields,
+    RerankFields,
+    ScoreFields,
+    classify,
+    classify_body,
+    rerank,
+    rerank_body,
+    score,
+    score_body,
+)
 from serving.server.service import Service
 
 Ask = Callable[..., Awaitable[tuple[Any, Embeddings]]]
-Write = Callable[[Any, Embeddings], bytes]
+Write = Callable[[Any, Any], bytes]
+# What answers, what writes the answer, what it is, the body, and vLLM's paths for it.
+ROUTES: tuple[tuple[Ask, Write, str, type[msgspec.Struct], tuple[str, ...]], ...] = (
+    (embed, embedding_body, "Embed texts", EmbeddingFields, ("/v1/embeddings",)),
+    (
+        *(rerank, rerank_body, "Order documents by their score for a query", RerankFields),
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+    ),
+    (score, score_body, "Score pairs of texts", ScoreFields, ("/v1/score", "/score")),
+    (classify, classify_body, "Label texts", ClassifyFields, ("/v1/classify", "/classify")),
+)
 
 
 def embedding_routes(service: Service) -> list[Described]:
     """The routes; on a server of a decoder they say that it is one."""
-    embeds, ranks = Embed(service, embed, embedding_body), Embed(service, rerank, rerank_body)
-    ranking = "Order documents by their likeness to a query"
     return [
-        Described("/v1/embeddings", embeds, "Embed texts", EmbeddingFields),
-        Described("/v1/rerank", ranks, ranking, RerankFields),
+        Described(path, Embed(service, ask, write), summary, fields)
+        for ask, write, summary, fields, paths in ROUTES
+        for path in paths
     ]
 
 

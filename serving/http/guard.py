@@ -26,7 +26,10 @@ BODY_SECONDS = 30.0  # that a client has for sending a body
 HEALTH = frozenset(("/health", "/health/live", "/health/ready", "/health/progress", "/ping"))
 PUBLIC = HEALTH | {"/", *FILES}  # static: they hold no secret
 QUIET = HEALTH | {"/metrics", "/ui/data"}  # asked again and again: not worth a line each
-GENERATIONS = frozenset((*DIALECTS, "/v1/embeddings", "/v1/rerank"))
+_POOLED = ("rerank", "score", "classify")
+GENERATIONS = frozenset(
+    (*DIALECTS, "/v1/embeddings", "/v2/rerank", *(f"{v}/{p}" for v in ("", "/v1") for p in _POOLED))
+)
 LOOPBACK = frozenset(("localhost", "127.0.0.1", "[::1]"))
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 

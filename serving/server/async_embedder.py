@@ -42,7 +42,7 @@ class Job:
     """A request: its texts' embeddings as they come."""
 
     name: str
-    found: np.ndarray  # [texts, hidden] float32
+    found: np.ndarray  # [texts, dim] float32
     num_left: int
     future: "asyncio.Future[None]"
 
@@ -81,7 +81,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         super().__init__(observers, options)
         longest = runner.shape.widths[-1]
         self.request_limits = RequestLimits(vocab_size, longest, num_kv_tokens=longest)
-        self.hidden_size = runner.shape.hidden_size
+        self.dim = runner.shape.dim
         self._threads = self._thread = EmbedThread(runner, self._loop, self._deliver)
         self._thread.start()
         self._keys = itertools.count()
@@ -119,9 +119,11 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         *,
         priority: int = 0,
         timeout: float | None = None,
+        seconds: Sequence[int | None] = (),
     ) -> np.ndarray:
-        """Return the embeddings of token ids, float32 `[texts, hidden]`; `timeout` in seconds.
+        """Return the embeddings of token ids, float32 `[texts, dim]`; `timeout` in seconds.
 
+        `seconds`: for each that is a pair, the place in its ids where its second text begins.
         Whoever is cancelled while waiting takes the texts that are left with it.
         Raises ServeError: duplicate id, queue full, draining, deadline, a text that failed.
         """
@@ -131,7 +133,7 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         except ServeError as error:
             self.refuse(error)
             raise
-        found = np.empty((len(texts), self.hidden_size), np.float32)
+        found = np.empty((len(texts), self.dim), np.float32)
         job = self.handles[name] = Job(name, found, len(texts), self._loop.create_future())
         self.counts.accepted += 1
         self._quiet.clear()
@@ -141,8 +143,8 @@ class AsyncEmbedder(AsyncRequests[Job, EmbedObserver]):
         self._num_tokens += num_tokens
         error: ServeError | None = ServeError("cancelled", "The client closed the request.")
         try:
-            pairs = zip(keys, texts, strict=True)
-            asked = [Text(key, ids, priority, arrival) for key, ids in pairs]
+            rows = zip(keys, texts, seconds or [None] * len(texts), strict=True)
+            asked = [Text(key, ids, priority, arrival, second) for key, ids, second in rows]
             self._thread.post(lambda engine: _add(engine, asked))
             async with asyncio.timeout(timeout):
                 await job.future

@@ -15,7 +15,7 @@ from serving.server.errors import ServeError, invalid
 from serving.server.json_body import read
 from serving.server.schema import MAX_TEXT_CHARACTERS
 from shiftjax.core.errors import RequestError
-from shiftjax.text.embedding_inputs import Input
+from shiftjax.text.embedding_inputs import Input, InputReader, scored_inputs
 
 if TYPE_CHECKING:
     from serving.server.service import Service
@@ -25,51 +25,42 @@ DIGITS = 9  # of a float32 in JSON: fewer could be another number
 LEAST_FLOAT32 = 1e-45
 
 
-class EmbeddingFields(msgspec.Struct, kw_only=True):
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """What all bodies have that are answered with numbers of texts."""
+
+    model: str | None = None
+    user: str | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    request_id: str | None = None
+
+
+class EmbeddingFields(PoolingFields, kw_only=True):
     """The body of /v1/embeddings."""
 
     input: str | list[Any]
-    model: str | None = None
     encoding_format: str | None = None
     dimensions: int | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None
-    priority: int | None = None
-    request_id: str | None = None
-
-
-class RerankFields(msgspec.Struct, kw_only=True):
-    """The body of /v1/rerank."""
-
-    query: str
-    documents: list[str]
-    model: str | None = None
-    top_n: int | None = None
-    return_documents: bool | None = None
-    user: str | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    request_id: str | None = None
 
 
 @dataclass(frozen=True)
 class Embeddings:
-    """What a request for embeddings comes to."""
+    """What a request for embeddings, or for scores, comes to."""
 
     id: str
     model: str
-    matrix: np.ndarray  # [texts, dimensions] float32
+    matrix: np.ndarray  # [texts, dimensions] float32; of scores [texts, labels]
     num_tokens: list[int]  # of each text, special ones included
     unknown: tuple[str, ...]  # names of fields that nobody knows
 
 
 @dataclass(frozen=True)
-class _Wish:
+class EmbedWish:
     """A request that has been checked, with the token ids of its inputs."""
 
-    fields: "EmbeddingFields | RerankFields"
-    ids: list[list[int]]
+    fields: PoolingFields
+    ids: list[tuple[list[int], int | None]]  # with the place where a pair's second text begins
     unknown: tuple[str, ...]
     deadline: float | None  # of time.monotonic()
 
@@ -78,35 +69,21 @@ async def embed(
     service: "Service", values: Any, request_id: str | None = None, timeout: float | None = None
 ) -> tuple[EmbeddingFields, Embeddings]:
     """Embed what the body of /v1/embeddings asks for. Raises `ServeError`."""
-    with _counted(service):
+    with counted(service):
         fields, unknown = read(EmbeddingFields, values)
         if fields.encoding_format not in (None, "float", "base64"):
             raise invalid("encoding_format", "must be float or base64")
+        check_kind(service, scores=False)
         _check_dimensions(fields.dimensions, service)
-        wish = await _prepare(service, fields, inputs_of(fields.input), unknown, timeout)
-    found = await _embed(service, wish, request_id)
+        wish = await prepare(service, fields, inputs_of(fields.input), unknown, timeout)
+    found = await computed(service, wish, request_id)
     if fields.dimensions is None:
         return fields, found
     return fields, replace(found, matrix=unit(found.matrix[:, : fields.dimensions]))
 
 
-async def rerank(
-    service: "Service", values: Any, request_id: str | None = None, timeout: float | None = None
-) -> tuple[RerankFields, Embeddings]:
-    """Embed a query, which comes first, and documents. Raises `ServeError`."""
-    with _counted(service):
-        fields, unknown = read(RerankFields, values)
-        if not 0 < len(fields.documents) < MAX_INPUTS:
-            raise invalid("documents", f"must have 1 to {MAX_INPUTS - 1} entries")
-        if fields.top_n is not None and fields.top_n < 1:
-            raise invalid("top_n", "must be at least 1")
-        inputs = [fields.query, *fields.documents]
-        wish = await _prepare(service, fields, inputs, unknown, timeout)
-    return fields, await _embed(service, wish, request_id)
-
-
 @contextmanager
-def _counted(service: "Service") -> Iterator[None]:
+def counted(service: "Service") -> Iterator[None]:
     """Count what is refused before it is accepted."""
     try:
         yield
@@ -115,13 +92,13 @@ def _counted(service: "Service") -> Iterator[None]:
         raise
 
 
-async def _prepare(
+async def prepare(
     service: "Service",
-    fields: EmbeddingFields | RerankFields,
-    inputs: Sequence[Input],
+    fields: PoolingFields,
+    inputs: Sequence[Any],
     unknown: tuple[str, ...],
     timeout: float | None,
-) -> _Wish:
+) -> EmbedWish:
     """Check a request and tokenize its inputs, all of them in one call to a thread."""
     model, embedder = service.embedding()
     service.model_named(fields.model)
@@ -138,19 +115,41 @@ async def _prepare(
     assert model.reader is not None
     with embedder.coming():
         try:
-            ids = await service.in_thread(model.reader.read, inputs, prompt_name, truncate_to)
+            ids = await service.in_thread(_read, model.reader, inputs, prompt_name, truncate_to)
         except RequestError as error:
             raise ServeError("invalid", str(error), param=error.field, code=error.code) from None
-    return _Wish(fields, ids, unknown, deadline)
+    return EmbedWish(fields, ids, unknown, deadline)
 
 
-async def _embed(service: "Service", wish: _Wish, request_id: str | None) -> Embeddings:
+def _read(
+    reader: InputReader, inputs: Sequence[Any], prompt_name: str | None, truncate_to: int
+) -> list[tuple[list[int], int | None]]:
+    if reader.pooling.scores:
+        return scored_inputs(reader, inputs, truncate_to)
+    return [(ids, None) for ids in reader.read(inputs, prompt_name, truncate_to)]
+
+
+def check_kind(service: "Service", *, scores: bool) -> None:
+    """Raise `ServeError` where a model embeds texts and scores are asked for, or otherwise."""
+    model, _ = service.embedding()
+    assert model.reader is not None
+    if model.reader.pooling.scores == scores:
+        return
+    words = "scores texts (/v1/score, /v1/rerank, /v1/classify): it has no embeddings"
+    if scores:
+        words = "embeds texts: it has no head that classifies them"
+    raise ServeError("invalid", f"{model.name} {words}.", param="model", code="wrong_task")
+
+
+async def computed(service: "Service", wish: EmbedWish, request_id: str | None) -> Embeddings:
+    """The embeddings, or the numbers of labels, of a request's texts. Raises `ServeError`."""
     model, embedder = service.embedding()
     name = wish.fields.request_id or request_id or uuid.uuid4().hex
     rest = None if wish.deadline is None else wish.deadline - time.monotonic()
     priority = wish.fields.priority or 0
-    matrix = await embedder.embed(name, wish.ids, priority=priority, timeout=rest)
-    return Embeddings(name, model.name, matrix, list(map(len, wish.ids)), wish.unknown)
+    ids, seconds = [list(each) for each in zip(*wish.ids, strict=True)]
+    asked = embedder.embed(name, ids, priority=priority, timeout=rest, seconds=seconds)
+    return Embeddings(name, model.name, await asked, list(map(len, ids)), wish.unknown)
 
 
 def unit(matrix: np.ndarray) -> np.ndarray:
@@ -190,7 +189,7 @@ def inputs_of(given: str | list[Any]) -> list[Input]:
     return given
 
 
-def _check_common(fields: EmbeddingFields | RerankFields, longest: int) -> None:
+def _check_common(fields: PoolingFields, longest: int) -> None:
     most = fields.truncate_prompt_tokens
     if most is not None and most != -1 and not 1 <= most <= longest:
         raise invalid("truncate_prompt_tokens", f"must be -1 or between 1 and {longest}")
@@ -228,22 +227,6 @@ def shortened(matrix: np.ndarray) -> np.ndarray:
     digits = DIGITS - 1 - np.floor(np.log10(np.maximum(np.abs(wide), LEAST_FLOAT32)))
     scale = 10.0**digits
     return np.round(wide * scale) / scale
-
-
-def rerank_body(fields: RerankFields, found: Embeddings) -> bytes:
-    """The answer of /v1/rerank: documents by the cosine of their embedding to the query's."""
-    query, *documents = unit(found.matrix)
-    scores = np.clip(np.stack(documents) @ query, -1.0, 1.0)
-    order = np.argsort(-scores, kind="stable")[: fields.top_n]
-    results: list[dict[str, Any]] = [
-        {"index": int(place), "relevance_score": float(scores[place])} for place in order
-    ]
-    if fields.return_documents is not False:
-        for result in results:
-            result["document"] = {"text": fields.documents[result["index"]]}
-    usage = {"total_tokens": sum(found.num_tokens)}
-    head = {"id": found.id, "model": found.model, "method": "cosine", "usage": usage}
-    return msgspec.json.encode({**head, "results": results})
 
 
 async def written(service: "Service", write: Any, *arguments: Any) -> bytes:

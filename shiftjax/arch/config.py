@@ -78,9 +78,10 @@ class Encoder:
     learnt. `max_position_embeddings` of its config are those that a text can have.
     """
 
-    num_token_types: int = 2  # only the first is used: a text is not told from a second one
+    num_token_types: int = 2  # the second one is that of the second text of a pair, which is scored
     position_offset: int = 0  # of the first token in the table; RoBERTa: 1 + its pad_token_id
     layer_norm_eps: float = 1e-12
+    num_labels: int = 0  # numbers that a head makes of a text's first token; 0: there is no head
 
 
 @dataclass(frozen=True)

@@ -318,6 +318,20 @@ def _bert(config: ModelConfig) -> Iterator[Weight]:
         for weight in layer:
             source = f"encoder.layer.{index}.{weight.source}"
             yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
+    yield from _scoring_head(config)
+
+
+def _scoring_head(config: ModelConfig) -> Iterator[Weight]:
+    """A dense layer over the first token, and one that makes a number for each label of it."""
+    assert config.encoder is not None
+    hidden, num_labels = config.hidden_size, config.encoder.num_labels
+    names = "classifier.dense", "classifier.out_proj"
+    if config.architecture == "bert":
+        names = "pooler.dense", "classifier"
+    if num_labels:
+        for name, num, source in zip(("dense", "out"), (hidden, num_labels), names, strict=True):
+            matrix = Weight(f"head.{name}", (num, hidden), (None, None), source)
+            yield from _projection(matrix, has_bias=True)
 
 
 def _bert_layer(hidden: int, intermediate: int) -> Iterator[Weight]:

@@ -31,12 +31,13 @@ def slots_of(width: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """A text to embed, as its token ids. A lower `priority` runs earlier, then the earlier one."""
+    """A text or a pair, as its token ids. A lower `priority` runs earlier, then the earlier one."""
 
     key: Hashable
     token_ids: Sequence[int]
     priority: int = 0
     arrival_seconds: float = 0.0
+    second_from: int | None = None  # of a pair: the first token that belongs to its second text
 
 
 class Embedded(NamedTuple):
@@ -68,6 +69,12 @@ class EmbedShape(NamedTuple):
     rows: tuple[tuple[int, ...], ...]  # of all devices together, increasing, for each width
     max_texts: int  # in a step
     hidden_size: int
+    num_scores: int = 0  # of a text that is scored; 0: it is embedded
+
+    @property
+    def dim(self) -> int:
+        """The numbers that come of a text."""
+        return self.num_scores or self.hidden_size
 
     def num_rows(self, width: int, least: int) -> int:
         """The rows that are computed for `least` of them."""

@@ -1,9 +1,10 @@
-"""The step that embeds: rows of packed texts in, an embedding of each text out.
+"""The step that embeds: rows of packed texts in, an embedding, or scores, of each text out.
 
     step(weights, packed) -> embeddings
 
-`packed` is int32 `[3, rows, width]`: token ids, positions and owners (`models/bert.py`). Rows are
-split over all devices, each of which holds the whole model; nothing is exchanged.
+`packed` is int32 `[3, rows, width]`: token ids, positions and owners (`models/bert.py`); where
+pairs of texts are scored, types of tokens come fourth. Rows are split over all devices, each of
+which holds the whole model; nothing is exchanged.
 """
 
 from collections.abc import Sequence
@@ -36,10 +37,15 @@ class EmbedStep:
     mesh: Mesh
     pooling: Pooling
 
+    @property
+    def planes(self) -> int:
+        """The numbers of a token that the step reads."""
+        return 4 if self.pooling.scores else 3
+
     def __call__(
-        self, leaves: tuple[Array, ...], packed: Int[Array, "3 rows width"]
-    ) -> Float[Array, "rows slots hidden"]:
-        """Embed every text of every row, float32; slots without a text hold zeros."""
+        self, leaves: tuple[Array, ...], packed: Int[Array, "planes rows width"]
+    ) -> Float[Array, "rows slots dim"]:
+        """Embed every text of every row, float32; what slots without a text hold has no meaning."""
         embed = jax.shard_map(
             self._local,
             mesh=self.mesh,
@@ -49,16 +55,18 @@ class EmbedStep:
         return embed(leaves, packed)
 
     def _local(
-        self, leaves: tuple[Array, ...], packed: Int[Array, "3 rows width"]
-    ) -> Float[Array, "rows slots hidden"]:
+        self, leaves: tuple[Array, ...], packed: Int[Array, "planes rows width"]
+    ) -> Float[Array, "rows slots dim"]:
         """One device's rows."""
-        token_ids, positions, owners = packed
+        token_ids, positions, owners, *types = packed
         model = self.model.merge(leaves)
+        slots = slots_of(packed.shape[2])
         if isinstance(model, Llama):
             hidden = decode_rows(model, token_ids, positions, owners)
         else:
-            hidden = model(token_ids, positions, owners)[-1]
-        slots = slots_of(packed.shape[2])
+            hidden = model(token_ids, positions, owners, *types)[-1]
+            if model.head is not None:
+                return model.head(pool(hidden, positions, owners, slots, "cls"))
         pooled = pool(hidden, positions, owners, slots, self.pooling.kind)
         return normalize(pooled) if self.pooling.normalize else pooled
 
@@ -70,7 +78,8 @@ class EmbedStep:
             for weight in self.model.declared
         )
         spread = named(self.mesh, packed_spec())
-        packed = jax.ShapeDtypeStruct((3, rows, width), jnp.int32, sharding=spread)
+        shape = self.planes, rows, width
+        packed = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=spread)
         step = jax.jit(self, out_shardings=named(self.mesh, embeddings_spec()))
         options = COMPILER_OPTIONS[self.mesh.devices.flat[0].platform]
         return step.lower(leaves, packed).compile(options)
@@ -79,7 +88,7 @@ class EmbedStep:
 class EmbedHandle(NamedTuple):
     """A step in flight."""
 
-    embeddings: jax.Array  # [rows, slots, hidden]
+    embeddings: jax.Array  # [rows, slots, dim]
     places: tuple[np.ndarray, np.ndarray]  # row and slot of every text
 
 
@@ -95,6 +104,7 @@ class EmbedDeviceRunner:
         self.shape = shape
         self.num_devices = step.mesh.size
         self.num_programs = sum(map(len, shape.rows))
+        self._planes = step.planes
         self._leaves = tuple(leaves)
         self._spread = named(step.mesh, packed_spec())
         sizes = [
@@ -111,7 +121,7 @@ class EmbedDeviceRunner:
     def run(self, plan: EmbedPlan) -> EmbedHandle:
         """Dispatch a step; nothing is awaited."""
         rows = self.shape.num_rows(plan.width, len(plan.rows))
-        packed, places = pack(plan, rows)
+        packed, places = pack(plan, rows, self._planes)
         embeddings = self._steps[rows, plan.width](
             self._leaves, jax.device_put(packed, self._spread)
         )
@@ -119,13 +129,15 @@ class EmbedDeviceRunner:
         return EmbedHandle(embeddings, places)
 
     def fetch(self, handle: EmbedHandle) -> np.ndarray:
-        """Wait for a step: float32 `[texts, hidden]` in the order of the plan's texts."""
+        """Wait for a step: float32 `[texts, dim]` in the order of the plan's texts."""
         return np.asarray(handle.embeddings)[handle.places]
 
 
-def pack(plan: EmbedPlan, rows: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
-    """Return the packed texts `[3, rows, width]` int32, and each text's row and slot."""
-    packed = np.zeros((3, rows, plan.width), np.int32)
+def pack(
+    plan: EmbedPlan, rows: int, planes: int = 3
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """Return the packed texts `[planes, rows, width]` int32, and each text's row and slot."""
+    packed = np.zeros((planes, rows, plan.width), np.int32)
     packed[2] = slots_of(plan.width)  # nobody's
     places: list[Any] = []
     for r, texts in enumerate(plan.rows):
@@ -135,6 +147,8 @@ def pack(plan: EmbedPlan, rows: int) -> tuple[np.ndarray, tuple[np.ndarray, np.n
             packed[0, r, start:stop] = text.token_ids
             packed[1, r, start:stop] = np.arange(stop - start)
             packed[2, r, start:stop] = slot
+            if text.second_from is not None:
+                packed[3, r, start + text.second_from : stop] = 1
             places.append((r, slot))
             start = stop
     row, slot = np.array(places, np.int64).T

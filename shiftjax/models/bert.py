@@ -78,6 +78,29 @@ class EncoderLayer(Part):
         return jnp.einsum("rntu,rund->rtnd", shares, v).reshape(x.shape)
 
 
+class ScoringHead(Part):
+    """What scores a text by its first token, in float32: a dense layer, tanh, and one more."""
+
+    dense: nnx.Param
+    out: nnx.Param
+    dense_bias: nnx.Param
+    out_bias: nnx.Param
+
+    def __call__(
+        self, first: Float[Array, "rows slots hidden"]
+    ) -> Float[Array, "rows slots labels"]:
+        """Return the numbers of all labels; `first` is the hidden state of each first token."""
+        x = jnp.tanh(self._layer(first, self.dense, self.dense_bias))
+        return self._layer(x, self.out, self.out_bias)
+
+    def _layer(
+        self, x: Float[Array, "rows slots in"], weight: nnx.Param, bias: nnx.Param
+    ) -> Float[Array, "rows slots out"]:
+        highest = jax.lax.Precision.HIGHEST
+        wide = jnp.einsum("rsi,oi->rso", x, weight[...].astype(jnp.float32), precision=highest)
+        return wide + bias[...].astype(jnp.float32)[None, None]
+
+
 class Bert(nnx.Module):
     """An encoder; `nnx.split` it once and merge it inside the step."""
 
@@ -91,16 +114,25 @@ class Bert(nnx.Module):
         self.layers = nnx.List(
             [EncoderLayer(config, layers[str(index)]) for index in range(config.num_layers)]
         )
+        self.head = ScoringHead(config, params["head"]) if "head" in params else None
 
-    def __call__(self, token_ids: PerToken, positions: PerToken, owners: PerToken) -> list[Hidden]:
+    def __call__(
+        self,
+        token_ids: PerToken,
+        positions: PerToken,
+        owners: PerToken,
+        types: PerToken | None = None,
+    ) -> list[Hidden]:
         """Return the hidden states after the embedding and each layer.
 
-        `positions` begin at 0 in every text. Unused hidden states cost nothing in a compiled step.
+        `positions` begin at 0 in every text. `types` tell the second text of a pair from the first;
+        None: there are no pairs. Unused hidden states cost nothing in a compiled step.
         """
         assert self.config.encoder is not None
         eps, first = self.config.encoder.layer_norm_eps, self.config.encoder.position_offset
         x = self.tokens[...][token_ids] + self.positions[...][positions + first]
-        x = x + self.token_types[...][0][None, None]
+        of_types = self.token_types[...]
+        x = x + (of_types[0][None, None] if types is None else of_types[types])
         hidden = [layer_norm(x, self.norm, self.norm_bias, eps)]
         sees = owners[:, :, None] == owners[:, None, :]
         for layer in self.layers:

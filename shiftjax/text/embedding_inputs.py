@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from tokenizers import Encoding
+
 from shiftjax.arch.pooling import Pooling
 from shiftjax.core.errors import RequestError
 from shiftjax.text.tokenizer import Tokenizer
@@ -37,6 +39,37 @@ class InputReader(NamedTuple):
         encoded = iter(self._encode(texts))
         ids = [next(encoded) if isinstance(each, str) else list(each) for each in inputs]
         return [self._fit(place, each, truncate_to) for place, each in enumerate(ids, first)]
+
+    def read_pairs(
+        self, pairs: Sequence[tuple[str, str]], truncate_to: int = 0
+    ) -> list[tuple[list[int], int]]:
+        """Return the token ids of each pair, and where its second text begins.
+
+        Those over `truncate_to`, if it is not 0, lose the end of the second text.
+
+        Raises:
+            RequestError: a pair that cannot be used, named by its place.
+        """
+        found = []
+        for place, encoding in enumerate(self._encode_pairs(pairs)):
+            ids = self._fit(place, encoding.ids, truncate_to)
+            types = encoding.type_ids
+            second = types.index(1) if 1 in types else len(types)
+            found.append((ids, min(second, len(ids))))
+        return found
+
+    def _encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[Encoding]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "This model has no tokenizer, and scores no pairs of texts.", "input"
+            )
+        try:
+            for text in (text for pair in pairs for text in pair):
+                text.encode()
+        except UnicodeEncodeError as error:
+            words = f"An input is not valid Unicode at character {error.start}: is it UTF-8?"
+            raise RequestError(words, "input") from None
+        return self.tokenizer.backend.encode_batch(list(pairs))
 
     def _prompt(self, name: str | None) -> str:
         try:
@@ -78,3 +111,20 @@ def cut(ids: list[int], most: int, special_ids: frozenset[int]) -> list[int]:
     end = next((i for i, token in enumerate(reversed(ids)) if token not in special_ids), 0)
     end = min(end, most)
     return ids[: most - end] + ids[len(ids) - end :]
+
+
+def scored_inputs(
+    reader: InputReader, inputs: Sequence[str | list[int] | tuple[str, str]], truncate_to: int = 0
+) -> list[tuple[list[int], int | None]]:
+    """Token ids of texts and pairs (tuples), in their order, and where a second text begins.
+
+    Raises:
+        RequestError: an input that cannot be used, named by its place among those of its kind.
+    """
+    texts = [each for each in inputs if not isinstance(each, tuple)]
+    pairs = [each for each in inputs if isinstance(each, tuple)]
+    of_texts = iter(reader.read(texts, truncate_to=truncate_to))
+    of_pairs = iter(reader.read_pairs(pairs, truncate_to) if pairs else ())
+    return [
+        next(of_pairs) if isinstance(each, tuple) else (next(of_texts), None) for each in inputs
+    ]

@@ -25,6 +25,7 @@ _EXPERTS = re.compile(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up|down)_proj(
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
+_OF_HEAD = re.compile(r"(?:bert|roberta)\.")  # an encoder beside the head that scores with it
 _OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ def places_of(
         if name in unused:
             continue
         ours = _TEXT_HEAD.sub("lm_head.", _TEXT.sub("model.", name, count=1), count=1)
+        if config.encoder is not None:
+            ours = _OF_HEAD.sub("", ours, count=1)
         found = _EXPERTS.fullmatch(ours) if config.architecture in _STACKED_EXPERTS else None
         parts = _experts(config, found, name, info) if found else _parts(config, ours, name, info)
         for part, shape, place in parts:

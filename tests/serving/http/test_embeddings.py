@@ -194,7 +194,9 @@ def test_documents_are_ordered_by_their_cosine_to_the_query(client, expected):
         {"index": order[0], "relevance_score": answer["results"][0]["relevance_score"]}
     ]
     is_error(client.post("/v1/rerank", json={"query": "a", "documents": []}), 400, "documents")
-    is_error(client.post("/v1/rerank", json={**body, "top_n": 0}), 400, "top_n")
+    is_error(client.post("/v1/rerank", json={**body, "top_n": -1}), 400, "top_n")
+    whole = client.post("/rerank", json={**body, "top_n": 0}).json()
+    assert whole["results"] == answer["results"]
 
 
 def test_an_encoder_generates_nothing_and_a_decoder_embeds_nothing(client, stub):
