@@ -176,6 +176,8 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(server, client):
             break
         time.sleep(0.01)
     is_error(client.delete(f"{FILES}/{batch['input_file_id']}"), 409)
+    (file,) = client.get(FILES).json()["data"]  # of outputs there is nothing to see
+    assert file["id"] == batch["input_file_id"]
     assert client.post(f"{BATCHES}/{batch['id']}/cancel").json()["status"] == "cancelling"
     batch = wait(client, batch)
     assert batch["status"] == "cancelled" and batch["cancelled_at"] >= batch["cancelling_at"]
@@ -189,11 +191,11 @@ def test_a_batch_is_cancelled_and_keeps_what_it_has(server, client):
 def test_clients_go_before_lines(server, client):
     """Lines take half of the places, and none while a client waits."""
     server.runner.step_seconds = 0.01
-    batch = begin(client, jsonl(*[BODY | {"max_tokens": 100}] * 60))
+    batch = begin(client, jsonl(*[BODY | {"max_tokens": 100, "priority": 3}] * 60))
     server.wait_until(lambda: server.num_running() >= 8)
     assert server.num_running() == 8
     requests = [each.request for each in server.engine.handles.values()]
-    assert all(each.priority >= 1 << 20 for each in requests)
+    assert {each.priority for each in requests} == {(1 << 20) + 3}
     started = time.monotonic()
     assert client.post(COMPLETION, json=BODY).status_code == 200
     assert time.monotonic() - started < 0.01 * 40

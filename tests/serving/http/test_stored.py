@@ -66,14 +66,15 @@ def test_a_stream_is_kept_before_its_end_is_told(client):
 def test_input_items_are_those_of_the_whole_chain(client):
     first = ask(client, "one")
     second = ask(client, [{"role": "user", "content": "two"}], previous_response_id=first["id"])
-    path = f"{RESPONSES}/{second['id']}/input_items"
+    third = ask(client, "three", previous_response_id=second["id"])
+    path = f"{RESPONSES}/{third['id']}/input_items"
     listed = client.get(path, params={"order": "asc"}).json()
     texts = [item["content"][0]["text"] for item in listed["data"]]
-    assert texts == ["one", text_of(first), "two"]
+    assert texts == ["one", text_of(first), "two", text_of(second), "three"]
     ids = [item["id"] for item in listed["data"]]
-    assert len(set(ids)) == 3 and listed["has_more"] is False
-    part = client.get(path, params={"limit": 1, "after": ids[2]}).json()
-    assert ([each["id"] for each in part["data"]], part["has_more"]) == ([ids[1]], True)
+    assert len(set(ids)) == 5 and listed["has_more"] is False
+    part = client.get(path, params={"limit": 1, "after": ids[4]}).json()
+    assert ([each["id"] for each in part["data"]], part["has_more"]) == ([ids[3]], True)
     is_error(client.get(path, params={"limit": 0}), 400, "limit")
     is_error(client.get(path, params={"order": "up"}), 400, "order")
     is_error(client.get(path, params={"after": "x"}), 404, "after")
