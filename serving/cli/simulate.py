@@ -44,6 +44,7 @@ from shiftjax.sim.planning import (
 )
 from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
+from shiftjax.sim.serve_command import serve_command
 from shiftjax.sim.trace import TraceRequest
 
 WINDOW = "0:900"
@@ -92,6 +93,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     groups = f"--dp {best.dp} " if best.dp > 1 else ""
     print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp}{policy}")
     print(reason)
+    command = serve_command(arguments.model or target.model.name, best)
+    print(f"start: {command}\ntry:   {command} --simulate {arguments.machine}")
     more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
     for words in filter(None, (*more, stages_in_words(estimates))):
         print(words)

@@ -21,6 +21,7 @@ from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import all_degrees
 from shiftjax.sim.replay import replay
 from shiftjax.sim.replay_metrics import summary
+from shiftjax.sim.serve_command import serve_command
 from shiftjax.sim.trace import TraceRequest, poisson, scale_rate
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py
@@ -276,7 +277,7 @@ def in_words(advice: Advice, prices: Mapping[str, float]) -> str:
             f" That is ${row['dollars_per_hour']:,.2f} an hour, ${row['dollars_per_million']:.3g} "
             "for a million tokens in and out."
         )
-    return words
+    return f"{words}\nStart each: {serve_command(best.target.model.name, deployment)}"
 
 
 def _closest(advice: Advice) -> str:

@@ -1,0 +1,54 @@
+"""The command that starts an engine as it was planned. No JAX."""
+
+from dataclasses import asdict
+from typing import Any
+
+from shiftjax.config import SETTINGS
+from shiftjax.core.policies import POLICIES
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.options import Setting
+from shiftjax.parallel.arrangements import without_unread
+
+# Fields of a deployment that are settings of the same name.
+_SAME = (
+    *("dp", "pp", "sp", "tp", "max_num_seqs", "max_num_batched_tokens", "policy", "weights"),
+    *("attention", "block_size", "memory_fraction", "prefix_caching", "preemption"),
+    *("deterministic", "gpu_options", "overlap"),
+)
+_ALWAYS = ("sp", "tp", "max_num_seqs", "max_num_batched_tokens", "dtype")  # the default, too
+
+
+def serve_command(model: str, deployment: Deployment) -> str:
+    """`shiftjax serve` with every flag that makes this deployment of a model on its machine."""
+    values = settings_of_deployment(deployment)
+    flags = (
+        _spelled(SETTINGS[name], value)
+        for name, value in values.items()
+        if name in _ALWAYS or value != SETTINGS[name].default
+    )
+    return " ".join(["shiftjax serve", model, *flags])
+
+
+def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
+    """The settings that a deployment comes of, by name; of its drafts none."""
+    values = {name: getattr(deployment, name) for name in _SAME}
+    formats, is_fleet = deployment.formats, bool(deployment.widths)
+    if is_fleet:
+        fleet = asdict(without_unread(deployment.fleet))
+        values = fleet | {n: v for n, v in values.items() if n not in ("dp", "pp", "sp")}
+    values["dtype"] = formats.activations
+    is_plain = formats.weights == formats.activations
+    values["quantization"] = "auto" if is_plain else formats.weights
+    values["kv_cache_dtype"] = "auto" if formats.kv == formats.activations else formats.kv
+    values["host_memory"] = str(deployment.host_bytes)
+    if POLICIES[deployment.policy].has_threshold and (deployment.sp > 1 or is_fleet):
+        values["shift_threshold"] = deployment.threshold
+    return {name: value for name, value in values.items() if name in SETTINGS}
+
+
+def _spelled(setting: Setting, value: Any) -> str:
+    """A setting as a command has it, by its shortest flag."""
+    flag = min((flag for flag in setting.flags if flag.startswith("--")), key=len)
+    if setting.kind is bool:
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag} {value}"
