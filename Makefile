@@ -103,8 +103,9 @@ $(VENV)/.jax011: $(VENV)/.gpu
 $(VENV)/.clients: $(VENV)/.dev
 	@echo "installing clients that tests try, apart from everything else"
 	@$(BIN)/python -m venv $(VENV)/clients && PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	    $(VENV)/clients/bin/python -m pip install --quiet langchain-openai instructor || \
-	    echo "not found: the tests with LangChain and instructor will be skipped"
+	    $(VENV)/clients/bin/python -m pip install --quiet langchain-openai langchain-anthropic \
+	    langgraph instructor openai-agents 'pydantic-ai-slim[openai]' 'smolagents[openai]' || \
+	    echo "not found: the tests with LangChain, instructor and agents will be skipped"
 	@touch $@
 
 # Routers to put before servers, and the schemas of Kubernetes; tests are skipped without them.

@@ -43,19 +43,35 @@ def marked_tokenizer(template: str) -> Tokenizer:
 
 
 class ScriptedRunner(GatedRunner):
-    """Says `script` after every prompt, then an end, as far as a constraint allows it."""
+    """Says `script` after every prompt, then an end, as far as a constraint allows it.
+
+    After a prompt that contains one of `later`, it says that script instead.
+    """
 
     script: tuple[int, ...] = ()
+    later: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def _tokens(self, item, previous):
         made = super()._tokens(item, previous)
         sequence, end = item.sequence, item.start + item.num_tokens
+        script = self._script_after(sequence)
         for row in range(item.num_rows):
             place = end - item.num_rows + row + 1 - sequence.num_prompt_tokens
             if place >= 0:
-                token = self.script[place] if place < len(self.script) else EOS
+                token = script[place] if place < len(script) else EOS
                 made[row] = token if _is_allowed(item, row, token) else made[row]
         return made
+
+    def _script_after(self, sequence) -> tuple[int, ...]:
+        if not self.later:
+            return self.script
+        prompt = _word(sequence.token_ids[: sequence.num_prompt_tokens])
+        return next((script for words, script in self.later if words in prompt), self.script)
+
+
+def _word(token_ids) -> str:
+    """Tokens as one text, in which others can be looked for."""
+    return "".join(map(chr, token_ids))
 
 
 def _is_allowed(item, row: int, token: int) -> bool:
@@ -82,7 +98,12 @@ def scripted_server(kind: str, **options) -> Iterator[Running]:
         yield running
 
 
-def say(server: Running, text: str) -> None:
-    """What the model says from now on."""
+def say(server: Running, text: str, **later: str) -> None:
+    """What the model says from now on; `later`, where the prompt contains a word."""
     tokenizer = server.service.running()[0].tokenizer
-    server.runner.script = tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    def ids(words: str) -> tuple[int, ...]:
+        return tuple(tokenizer.encode(words, add_special_tokens=False))
+
+    server.runner.script = ids(text)
+    server.runner.later = tuple((_word(ids(word)), ids(said)) for word, said in later.items())

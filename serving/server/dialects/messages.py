@@ -11,6 +11,7 @@ from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, 
 from serving.server.dialects.foreign import take_kinds, take_tools
 from serving.server.hints import Harmless
 
+NO_THREADS = "thread_unsupported_request"  # the code by which packages know to send all messages
 BILLING = "x-anthropic-billing-header"
 LEAST_BUDGET = 1024  # tokens of thinking, as Anthropic has it
 
@@ -147,7 +148,7 @@ class MessagesFields(MessagesCountFields, kw_only=True):
 
 
 # Fields that Anthropic has and this server has not, with the values that ask for nothing.
-REFUSED: Harmless = {"container": (), "mcp_servers": ([],), "thread": ()}
+REFUSED: Harmless = {"container": (), "mcp_servers": ([],)}
 
 # The same, where an answer is as good without.
 HINTS: Harmless = {
@@ -161,6 +162,7 @@ HINTS: Harmless = {
     "output_config.task_budget": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
+    "thread": (),  # null; any other is refused
     "user_profile_id": (),
     "workspace_id": (),
 }
@@ -211,6 +213,8 @@ def read_count(values: Any) -> Asked:
 
 def _read[T: MessagesCountFields](kind: type[T], values: Any) -> tuple[T, Told]:
     """The fields of a body, without what only Anthropic can run or read."""
+    if isinstance(values, dict) and values.get("thread") is not None:
+        raise wrong("thread", "is not kept by this server: send all messages", NO_THREADS)
     values, tools = take_tools(values, _TOOLS)
     values, blocks = _take_blocks(values)
     fields, told = read_body(kind, values, REFUSED, HINTS)

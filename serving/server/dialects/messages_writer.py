@@ -10,6 +10,7 @@ import msgspec
 
 from serving.server.dialects.asked import Json
 from serving.server.dialects.blocks import Block, Blocks, Turn
+from serving.server.dialects.messages import NO_THREADS
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.request_timeline import asked_timeline
@@ -38,7 +39,10 @@ _DELTAS = {
 def error_body(error: ServeError) -> Json:
     """The error object of Anthropic's interface."""
     kind = ERROR_TYPES.get(error.kind.status, "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}}
+    told: Json = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        told["details"] = {"error_code": error.code, "unsupported": ["thread"]}
+    return {"type": "error", "error": told}
 
 
 class MessagesWriter:

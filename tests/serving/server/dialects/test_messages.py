@@ -301,3 +301,12 @@ def test_the_line_that_differs_with_every_request_is_left_out(chat):
     told = {"type": "text", "text": "Be short."}
     assert chat(system=[line, told])["messages"][0] == {"role": "system", "content": [told]}
     assert chat(system=[line])["messages"] == [HI]
+
+
+def test_a_thread_is_refused_so_that_packages_send_all_messages():
+    with pytest.raises(ServeError) as caught:
+        read_messages(body(thread={"type": "create"}))
+    error = error_body(renamed(caught.value, NAMES))["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["details"]["error_code"] == "thread_unsupported_request"
+    assert read_messages(body(thread=None)).unknown == ()
