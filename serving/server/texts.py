@@ -57,7 +57,7 @@ class Texts:
         return await self._in_thread(lambda: tokenizer.encode(text, special))
 
     async def encode_chat(
-        self, messages: list[dict[str, object]], variables: Mapping[str, object]
+        self, messages: list[dict[str, object]], variables: Mapping[str, Any]
     ) -> list[int]:
         """Token ids of a conversation. Raises `ServeError`, also for what the template refuses."""
         tokenizer = self.tokenizer_for("messages")

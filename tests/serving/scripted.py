@@ -31,14 +31,16 @@ TEMPLATES = {
 }
 
 
-def marked_tokenizer(template: str) -> Tokenizer:
-    """A token for every byte but 255, and MARK, <s>, </s>."""
+def marked_tokenizer(template: str, marks: tuple[str, ...] = ()) -> Tokenizer:
+    """A token for every byte but 255, and MARK, <s>, </s>; further `marks` are special, too."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:-1]
     vocab = {character: index for index, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(text, special=True) for text in (MARK, "<s>", "</s>")])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True) for text in (MARK, "<s>", "</s>", *marks)]
+    )
     return Tokenizer(backend, bos_token_id=BOS, eos_token_ids=[EOS], chat_template=template)
 
 

@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from kit import CHAT, USER
+from kit import CHAT, USER, events
 from scripted import MARK, TEMPLATES, say, scripted_server
 
 TOOL = {"type": "function", "function": {"name": "f", "description": "it"}}
+PARTS = ("reasoning_content", "content")
 BODY = {"messages": USER, "tools": [TOOL]}
 CALLS = {
     "hermes": '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>',
@@ -77,6 +78,29 @@ def test_a_model_that_thinks():
         wanted = {"type": "json_schema", "json_schema": {"schema": {"enum": ["x"]}}}
         message = message_of(client, {"messages": USER, "response_format": wanted})
         assert message["content"] == '"x"'
+
+
+def test_a_model_that_thinks_although_nobody_opened_its_thoughts():
+    """R1's first template: streamed, and with a prompt that says that there shall be none."""
+    with (
+        scripted_server("hermes", reasoning_parser="deepseek_r1") as server,
+        server.client() as client,
+    ):
+        say(server, "a\n</think>\n\nb")
+        message = message_of(client, {"messages": USER})
+        assert (message["reasoning_content"], message["content"]) == ("a", "b")
+        text = client.post(CHAT, json={"messages": USER, "stream": True}).text
+        deltas = [each["choices"][0]["delta"] for each in events(text) if each["choices"]]
+        parts = [[each.get(name) or "" for each in deltas] for name in PARTS]
+        assert ["".join(part) for part in parts] == ["a", "b"]
+        say(server, CALLS["hermes"])  # a call ends thoughts, too
+        (call,) = message_of(client, BODY)["tool_calls"]
+        assert call["function"]["arguments"] == '{"a": 1}'
+        said = {"role": "assistant", "content": "</think>"}
+        say(server, "b")
+        plain = {"messages": [*USER, said], "add_generation_prompt": False}
+        message = message_of(client, plain | {"continue_final_message": True})
+        assert message["content"] == "b" and not message.get("reasoning_content")
 
 
 def test_what_the_settings_say():

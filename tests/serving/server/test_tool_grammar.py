@@ -68,10 +68,10 @@ def grammar_of(kind, wish, tokenizer, reasoning="none", *, is_inside=False, answ
     return call_grammar(wanted, wish, reasoning, special, is_inside=is_inside, answer=answer)
 
 
-def random_output(state, tokenizer, rng, urge="", *, is_cut=False) -> str:
+def random_output(state, tokenizer, rng, urge="", *, is_cut=False, visible=None) -> str:
     """What a model says that likes all tokens alike, after what it has the `urge` to say."""
     ids = tokenizer.encode(urge, add_special_tokens=False)
-    visible = frozenset({tokenizer.backend.token_to_id(MARK)})
+    visible = visible or frozenset({tokenizer.backend.token_to_id(MARK)})
     text = IncrementalDetokenizer(tokenizer, visible=visible)
     said = ""
     for _ in range(LONGEST):
@@ -246,6 +246,33 @@ def test_a_format_of_a_bare_string_is_refused_if_it_is_strict(tokenizer):
             continue
         with pytest.raises(ServeError, match="format"):
             grammar_of("qwen3_coder", wish, tokenizer)
+
+
+OF_TOKENS = [kind for kind, each in FORMATS.items() if each.marks and not each.marks.bare]
+
+
+@pytest.mark.parametrize("kind", OF_TOKENS)
+def test_marks_that_are_special_tokens(kind):
+    """As in the tokenizers of most models: no text can spell them."""
+    marks = tuple(mark for mark in FORMATS[kind].marks.all if mark not in ("```", MARK, "[ARGS]"))
+    tokenizer = marked_tokenizer(TEMPLATES["hermes"], tuple(dict.fromkeys(marks)))
+    special = {mark: tokenizer.backend.token_to_id(mark) for mark in (*marks, MARK)}
+    functions = (Function("f", parameters=RICH), Function("g"), STRICT)
+    wish, rng = ToolWish(functions, is_forced=True), random.Random(9)
+    source = call_grammar(FORMATS[kind], wish, "none", special, is_inside=False)
+    grammars, seen = Grammars(tokenizer, tokenizer.vocab_size, 60.0), set()
+    try:
+        for state in grammars.prepare(source, 12):
+            output = random_output(state, tokenizer, rng, visible=frozenset(special.values()))
+            text, names, arguments = calls_of(kind, wish, output)
+            assert text == "" and names
+            for name, values in zip(names, arguments, strict=True):
+                assert name == "f" or check(name, values) is None
+                assert name != "f" or {"days", "place", "code"} <= values.keys()
+            seen |= {*names}
+    finally:
+        grammars.close()
+    assert seen == {"f", "g", "get-weather"}
 
 
 def test_a_schema_that_cannot_be_kept_is_refused_if_it_is_strict(tokenizer, grammars):

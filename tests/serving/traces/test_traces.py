@@ -8,7 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import grpc
 import pytest
-from kit import CHAT, COMPLETION, USER, running_server
+from engines import checkpoint
+from kit import CHAT, COMPLETION, USER, VOCAB_SIZE, running_server
+from served import serve
 
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
@@ -212,6 +214,21 @@ def test_a_collector_that_is_not_there_stops_nobody():
             assert answer.status_code == 200
         server.assert_quiescent()
     assert time.monotonic() - began < 10
+
+
+def test_a_server_process_sends_what_it_has_before_it_ends(tmp_path):
+    environ = {"OTEL_SERVICE_NAME": "mine", "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "a=b"}
+    with collector_over_http() as collector:
+        flags = "--simulate=h200x8", f"--otlp-traces-endpoint={collector.endpoint}"
+        with serve(
+            checkpoint(vocab_size=VOCAB_SIZE)[0], tmp_path, *flags, environ=environ
+        ) as served:
+            served.wait_for("/health/ready", 200)
+            served.complete(max_tokens=3)
+            served.end_well()
+    (span,) = collector.requests()
+    assert attributes_of(span)["gen_ai.usage.output_tokens"] == 3
+    assert collector.resource["service.name"] == "mine"
 
 
 def test_how_spans_travel():
