@@ -25,4 +25,6 @@ def with_kernels(target: Target, path: Path | None) -> Target:
     fitted = fit_kernels(before, rows)
     print(HEADING.format(path=path, machine=before.name))
     print(as_text(as_rows(before, fitted, rows)) + "\n")
-    return replace(target, machine=replace(fitted, measured=f"the kernels of {path}"))
+    return replace(
+        target, machine=replace(fitted, measured=f"the kernels of {path}", published=False)
+    )

@@ -532,7 +532,7 @@ def test_what_was_measured_renews_the_machine_and_plan_says_so(tmp_path, capsys)
     ("rows", "reason"),
     [
         (measured_rows(dry=True), "the times of a dry run mean nothing"),
-        (measured_rows("NVIDIA B200"), "there is no machine file for 'NVIDIA B200'"),
+        (measured_rows("NVIDIA K80"), "there is no machine file for 'NVIDIA K80'"),
         ({"a": measured_rows()["a"], "b": measured_rows("x")["b"]}, "must be of one kind"),
         ({"c": []}, "must be of one kind"),
     ],

@@ -121,7 +121,9 @@ def experiments(draw: st.DrawFn) -> str:
 @st.composite
 def machines(draw: st.DrawFn) -> str:
     data = copy.deepcopy(MACHINE)
-    constants = sorted(name for name, node in data.items() if "value" in node)
+    constants = sorted(
+        name for name, node in data.items() if isinstance(node, dict) and "value" in node
+    )
     name, odd = draw(st.sampled_from(constants)), draw(ODD)
     ways = draw(st.sampled_from(["value", "unit", "source", "node", "gone", "more"]))
     if ways in data[name]:
