@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.background import InBackground
 from serving.http.batches import batch_routes, run_batches
 from serving.http.cache import LOCAL, cache_routes
 from serving.http.described import Described
@@ -50,11 +51,12 @@ def all_routes(service: Service) -> list[BaseRoute]:
     """Every path; those that are `Described` are in `/openapi.json`."""
     endpoints, kept = Endpoints(service), open_kept(service)
     memories = {"/v1/responses": kept.memory}
+    speak: dict[str, ASGIApp] = {
+        path: Generate(service, each, memories.get(path)) for path, each in DIALECTS.items()
+    }
+    speak["/v1/responses"] = InBackground(service, kept, speak["/v1/responses"])
     routes = [
-        *(
-            Described(path, Generate(service, each, memories.get(path)), each.summary, each.fields)
-            for path, each in DIALECTS.items()
-        ),
+        *(Described(path, speak[path], d.summary, d.fields) for path, d in DIALECTS.items()),
         *endpoints.routes(),
         *embedding_routes(service),
         *model_routes(service),

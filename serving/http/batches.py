@@ -1,16 +1,16 @@
 """The routes of batches, as OpenAI has them, and how a line of a batch asks an endpoint."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from serving.http.described import Described
 from serving.http.guard import read_body, warning_headers
+from serving.http.inner import ask
 from serving.server.async_engine import AsyncEngine
 from serving.server.errors import invalid
 from serving.server.json_body import parse_json, read
@@ -21,7 +21,7 @@ from serving.stored.batch_run import Call, Gate
 from serving.stored.batches import WINDOW_SECONDS
 from serving.stored.documents import owner_now
 from serving.stored.items import page
-from serving.stored.setup import Kept
+from serving.stored.setup import Kept, when_ready
 from shiftjax.core.request import derive_seed
 
 BEHIND = 1 << 20  # added to the priority of lines: clients come first
@@ -84,15 +84,8 @@ def run_batches(service: Service, kept: Kept, routes: Mapping[str, ASGIApp]) -> 
     """Run batches as soon as the service is ready. `routes` are the endpoints by their path."""
     if kept.maybe_store is None:
         return
-    batches, tasks = kept.maybe_store.batches, []
-
-    def begin(is_ready: bool) -> None:
-        if is_ready and not tasks:
-            gate = _gate(service)
-            tasks.append(asyncio.create_task(batches.start(line_caller(routes), gate)))
-
-    service.listeners.append(begin)
-    begin(service.is_ready)
+    batches = kept.maybe_store.batches
+    when_ready(service, lambda: batches.start(line_caller(routes), _gate(service)))
 
 
 def _gate(service: Service) -> Gate:
@@ -108,25 +101,8 @@ def line_caller(routes: Mapping[str, ASGIApp]) -> Call:
     """What asks an endpoint as a client would, without a connection."""
 
     async def call(url: str, values: Json, line: Line, request_id: str) -> tuple[int, Any]:
-        body = msgspec.json.encode(_completed(url, values, line))
-        sent, status, has_come = bytearray(), 0, False
-
-        async def receive() -> Message:
-            nonlocal has_come
-            if has_come:
-                await asyncio.Event().wait()  # it never hangs up
-            has_come = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        async def send(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            sent.extend(message.get("body", b""))
-
-        scope = {"type": "http", "method": "POST", "path": url, "request_id": request_id}
-        scope |= {"headers": [(b"content-type", b"application/json")], "client": None}
-        await routes[url](scope, receive, send)
-        return status, msgspec.Raw(bytes(sent))
+        status, body = await ask(routes[url], url, _completed(url, values, line), request_id)
+        return status, msgspec.Raw(body)
 
     return call
 

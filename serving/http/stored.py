@@ -46,31 +46,19 @@ class ItemsFields(msgspec.Struct, kw_only=True):
 
 def stored_routes(service: Service, kept: Kept) -> list[Described]:
     """The routes; on a server that keeps nothing they say how it would."""
+    return [*_of_responses(kept), *_of_conversations(service, kept)]
 
-    def route(path: str, verb: str, summary: str, answer: Answer, body: Any = None) -> Described:
-        async def endpoint(request: Request) -> Response:
-            request.state.ignored = ()
-            told = msgspec.json.encode(await answer(request, owner_now()))
-            response = Response(told, media_type="application/json")
-            response.raw_headers += warning_headers(request.state.ignored)
-            return response
 
-        return Described(path, endpoint, summary, body, methods=(verb,))
-
-    async def fields[T: msgspec.Struct](request: Request, kind: type[T]) -> tuple[T, Json]:
-        limit = service.options.max_request_bytes
-        values = parse_json(await read_body(request.scope, request.receive, limit))
-        values = typed(values, "items")
-        checked, request.state.ignored = read(kind, values)
-        return checked, values
-
+def _of_responses(kept: Kept) -> list[Described]:
     async def response(request: Request, owner: str) -> Json:
         if request.query_params.get("stream", "false") != "false":
             raise invalid("stream", "is of responses in the background", "unsupported_parameter")
-        return await kept.talks.responses.get(owner, request.path_params["id"])
+        name, talks = request.path_params["id"], kept.talks
+        return talks.background.running(owner, name) or await talks.responses.get(owner, name)
 
     async def delete_response(request: Request, owner: str) -> Json:
         name = request.path_params["id"]
+        await kept.talks.background.cancel(owner, name)
         await kept.talks.responses.delete(owner, name)
         return {"id": name, "object": "response", "deleted": True}
 
@@ -79,11 +67,26 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
         return page(items, request.query_params)
 
     async def cancel(request: Request, owner: str) -> Json:
-        await kept.talks.responses.get(owner, request.path_params["id"])
-        raise invalid("background", "was not asked for: only such a response can be cancelled")
+        name, talks = request.path_params["id"], kept.talks
+        await talks.background.cancel(owner, name)
+        response = await talks.responses.get(owner, name)
+        if not response["background"]:
+            raise invalid("background", "was not asked for: only such a response can be cancelled")
+        return response
+
+    return [
+        _route(RESPONSE, "GET", "A response that was kept", response),
+        _route(RESPONSE, "DELETE", "Forget a response", delete_response),
+        _route(f"{RESPONSE}/input_items", "GET", "What a response was told", input_items),
+        _route(f"{RESPONSE}/cancel", "POST", "Cancel a response in the background", cancel),
+    ]
+
+
+def _of_conversations(service: Service, kept: Kept) -> list[Described]:
+    most = service.options.max_request_bytes
 
     async def new(request: Request, owner: str) -> Json:
-        asked, values = await fields(request, ConversationFields)
+        asked, values = await _read(request, most, ConversationFields)
         items = _few(values.get("items") or [])
         return await kept.talks.conversations.create(owner, items, _metadata(asked.metadata))
 
@@ -93,7 +96,7 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
         ]
 
     async def change(request: Request, owner: str) -> Json:
-        asked, _ = await fields(request, ChangeFields)
+        asked, _ = await _read(request, most, ChangeFields)
         name, metadata = request.path_params["id"], _metadata(asked.metadata)
         return await kept.talks.conversations.describe(owner, name, metadata)
 
@@ -107,7 +110,7 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
         return page(document["items"], request.query_params)
 
     async def add(request: Request, owner: str) -> Json:
-        _, values = await fields(request, ItemsFields)
+        _, values = await _read(request, most, ItemsFields)
         added = _few(values["items"])
         told = await kept.talks.conversations.add(owner, request.path_params["id"], added)
         return page(told, {"order": "asc", "limit": "100"})
@@ -125,19 +128,34 @@ def stored_routes(service: Service, kept: Kept) -> list[Described]:
         return await kept.talks.conversations.remove(owner, places["id"], places["item"])
 
     return [
-        route(RESPONSE, "GET", "A response that was kept", response),
-        route(RESPONSE, "DELETE", "Forget a response", delete_response),
-        route(f"{RESPONSE}/input_items", "GET", "What a response was told", input_items),
-        route(f"{RESPONSE}/cancel", "POST", "Cancel a response in the background", cancel),
-        route("/v1/conversations", "POST", "Begin a conversation", new, ConversationFields),
-        route(CONVERSATION, "GET", "A conversation", conversation),
-        route(CONVERSATION, "POST", "Change its metadata", change, ChangeFields),
-        route(CONVERSATION, "DELETE", "Forget a conversation", delete),
-        route(f"{CONVERSATION}/items", "GET", "The items of a conversation", items),
-        route(f"{CONVERSATION}/items", "POST", "Add items", add, ItemsFields),
-        route(f"{CONVERSATION}/items/{{item}}", "GET", "One item", item),
-        route(f"{CONVERSATION}/items/{{item}}", "DELETE", "Remove an item", remove),
+        _route("/v1/conversations", "POST", "Begin a conversation", new, ConversationFields),
+        _route(CONVERSATION, "GET", "A conversation", conversation),
+        _route(CONVERSATION, "POST", "Change its metadata", change, ChangeFields),
+        _route(CONVERSATION, "DELETE", "Forget a conversation", delete),
+        _route(f"{CONVERSATION}/items", "GET", "The items of a conversation", items),
+        _route(f"{CONVERSATION}/items", "POST", "Add items", add, ItemsFields),
+        _route(f"{CONVERSATION}/items/{{item}}", "GET", "One item", item),
+        _route(f"{CONVERSATION}/items/{{item}}", "DELETE", "Remove an item", remove),
     ]
+
+
+def _route(path: str, verb: str, summary: str, answer: Answer, body: Any = None) -> Described:
+    async def endpoint(request: Request) -> Response:
+        request.state.ignored = ()
+        told = msgspec.json.encode(await answer(request, owner_now()))
+        response = Response(told, media_type="application/json")
+        response.raw_headers += warning_headers(request.state.ignored)
+        return response
+
+    return Described(path, endpoint, summary, body, methods=(verb,))
+
+
+async def _read[T: msgspec.Struct](request: Request, most: int, kind: type[T]) -> tuple[T, Json]:
+    """The fields of a body, and the body with the types of its items."""
+    values = parse_json(await read_body(request.scope, request.receive, most))
+    values = typed(values, "items")
+    checked, request.state.ignored = read(kind, values)
+    return checked, values
 
 
 def _few(items: Sequence[Json]) -> Sequence[Json]:

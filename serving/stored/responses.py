@@ -159,6 +159,13 @@ class StoredResponses:
             logger.warning("%s is not kept: %s", asked.name, error or "there is no room")
             response["store"] = False
 
+    async def keep_ended(self, owner: str, values: Json, response: Json) -> None:
+        """Keep a response that ended without an answer. Raises FullError."""
+        asked = _asked(owner, response["id"].removeprefix(PREFIX), values)
+        kept = {"response": response, "input": items_of(asked.own or [])}
+        kept |= {"previous": asked.previous, "conversation": asked.conversation}
+        await self._documents.run(lambda shelf: shelf.put(owner, response["id"], kept))
+
     # ------------------------------------------------------------------ what was kept
 
     async def get(self, owner: str, name: str) -> Json:

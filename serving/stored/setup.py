@@ -1,12 +1,15 @@
 """What a server keeps, as its settings say. No JAX."""
 
+import asyncio
 import importlib.util
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from serving.server.errors import ServeError
 from serving.server.service import Service
+from serving.stored.background import Background
 from serving.stored.batch_run import Limits
 from serving.stored.batches import Batches
 from serving.stored.conversations import Conversations
@@ -19,10 +22,11 @@ RESPONSES_FILE, FILES_FILE = "responses.db", "files.db"
 
 
 class Talks(NamedTuple):
-    """Responses and conversations."""
+    """Responses, conversations, and responses that have not ended."""
 
     responses: StoredResponses
     conversations: Conversations
+    background: Background
 
 
 class Store(NamedTuple):
@@ -61,6 +65,18 @@ class Kept:
         return self.maybe_store
 
 
+def when_ready(service: Service, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Have a coroutine run once, as soon as the service takes requests."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def begin(is_ready: bool) -> None:
+        if is_ready and not tasks:
+            tasks.append(asyncio.create_task(start()))
+
+    service.listeners.append(begin)
+    begin(service.is_ready)
+
+
 def open_kept(service: Service) -> Kept:
     """What the service keeps, until it closes. Raises ConfigError for a folder of no use."""
     return Kept(_open_talks(service), _open_store(service))
@@ -72,9 +88,10 @@ def _open_talks(service: Service) -> Talks | None:
     if not most:
         return None
     documents = Documents(None if folder is None else Path(folder) / RESPONSES_FILE, most)
-    service.on_close.append(documents.close)
     responses = StoredResponses(documents, options.max_request_bytes)
-    return Talks(responses, Conversations(documents))
+    background = Background(documents, responses)
+    service.on_close += [background.close, documents.close]
+    return Talks(responses, Conversations(documents), background)
 
 
 def _open_store(service: Service) -> Store | None:

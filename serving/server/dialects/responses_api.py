@@ -183,6 +183,7 @@ class ConversationName(msgspec.Struct, kw_only=True):
 class ResponsesFields(ResponsesCountFields, kw_only=True):
     """The body of /v1/responses."""
 
+    background: bool | None = None
     store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | ConversationName | None = None
@@ -203,7 +204,6 @@ class ResponsesFields(ResponsesCountFields, kw_only=True):
 REFUSED: Harmless = MappingProxyType(
     {
         "access_programs": (),
-        "background": (False,),
         "background_options": (),
         "image": (),
         "personality": (),
@@ -230,7 +230,7 @@ HINTS: Harmless = MappingProxyType(
 
 # Both, where nothing is kept and nothing recalled.
 OF_COUNTS = (
-    {**REFUSED, "conversation": (), "previous_response_id": ()},
+    {**REFUSED, "background": (False,), "conversation": (), "previous_response_id": ()},
     {**HINTS, "store": (False,)},
 )
 

@@ -85,35 +85,7 @@ class ResponsesWriter:
         return f"{_IDS[block.kind]}_{self._generation.id}_{block.index}"
 
     def _response(self, status: str) -> Json:
-        fields, sampling = self._fields, self._generation.wish.sampling
-        text, reasoning = fields.text, fields.reasoning
-        return {
-            "id": f"resp_{self._generation.id}",
-            "object": "response",
-            "created_at": self._generation.created,
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": fields.instructions,
-            "max_output_tokens": fields.max_output_tokens,
-            "metadata": fields.metadata or {},
-            "model": self._generation.model,
-            "output": [],
-            "parallel_tool_calls": fields.parallel_tool_calls is not False,
-            "previous_response_id": fields.previous_response_id,
-            "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
-            "service_tier": "default",
-            "store": bool(fields.store),
-            "temperature": sampling.temperature,
-            "text": {"format": _plain(text.format) if text and text.format else {"type": "text"}},
-            "tool_choice": _plain(fields.tool_choice or "auto"),
-            "tools": [_plain(tool) for tool in fields.tools or ()],
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": fields.user,
-        } | _conversation(fields)
+        return response_of(self._generation, status)
 
     def _usage(self) -> Json:
         metrics = self._handle.output.metrics
@@ -232,6 +204,41 @@ def _shown(block: Block, item_id: str, logprobs: list[Json]) -> Json:
         return {"id": item_id, "type": "reasoning", "summary": [], "content": content}
     text = {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
     return {"id": item_id, "type": "message", "role": "assistant", "content": [text]}
+
+
+def response_of(generation: Generation, status: str) -> Json:
+    """A response to come: all but its output, in a state."""
+    assert isinstance(generation.wish, Asked)
+    fields: ResponsesFields = generation.wish.body
+    sampling = generation.wish.sampling
+    text, reasoning = fields.text, fields.reasoning
+    return {
+        "id": f"resp_{generation.id}",
+        "object": "response",
+        "created_at": generation.created,
+        "status": status,
+        "background": bool(fields.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "model": generation.model,
+        "output": [],
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "previous_response_id": fields.previous_response_id,
+        "reasoning": {"effort": reasoning and reasoning.effort, "summary": None},
+        "service_tier": "default",
+        "store": bool(fields.store),
+        "temperature": sampling.temperature,
+        "text": {"format": _plain(text.format) if text and text.format else {"type": "text"}},
+        "tool_choice": _plain(fields.tool_choice or "auto"),
+        "tools": [_plain(tool) for tool in fields.tools or ()],
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+        "usage": None,
+        "user": fields.user,
+    } | _conversation(fields)
 
 
 def _conversation(fields: ResponsesFields) -> Json:

@@ -102,6 +102,16 @@ def test_a_conversation(server, package, ask):
         package.conversations.retrieve(talk.id)
 
 
+def test_a_response_in_the_background(server, package):
+    say(server, CALL)
+    answer = package.responses.create(**ASK, input="Rome?", tools=[TOOL], background=True)
+    assert (answer.status, answer.background) == ("queued", True)
+    while answer.status in ("queued", "in_progress"):
+        answer = package.responses.retrieve(answer.id)
+    assert answer.status == "completed" and answer.output[0].name == "get_weather"
+    assert package.responses.cancel(answer.id).status == "completed"
+
+
 def test_what_is_not_there_is_named(package):
     with pytest.raises(openai.BadRequestError) as caught:
         package.responses.create(**ASK, input="x", previous_response_id="resp_none")

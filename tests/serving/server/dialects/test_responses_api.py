@@ -176,7 +176,7 @@ def test_log_probabilities_are_asked_for():
         ("text", {"format": {"type": "json_schema", "name": "x"}}),
         ("top_logprobs", -1),
         ("store", 0),
-        ("background", True),
+        ("background", 1),
         ("previous_response_id", 3),
         ("conversation", {"name": "x"}),
         ("prompt", {"id": "x"}),
