@@ -132,12 +132,11 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     kv_heads = fields.count("num_key_value_heads", heads)
-    own_dim = defaults_of(architecture).absent.get("head_dim")
-    head_dim = fields.count("head_dim", own_dim or max(1, hidden // heads))
+    head_dim = fields.count("head_dim", max(1, hidden // heads))
     if not fields.problems:
         if heads % kv_heads:
             fields.problem(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
-        if not fields.has("head_dim") and not own_dim and hidden % heads:
+        if not fields.has("head_dim") and hidden % heads:
             fields.problem(f"hidden_size {hidden} is no multiple of {heads} heads")
         if head_dim % 2:
             fields.problem(f"head_dim must be even for rotary embeddings, found {head_dim}")

@@ -11,6 +11,7 @@ transformers 5 and, where it has no kinds of rotary embeddings, in that of versi
     whole     the fields of the configuration that transformers makes of it
     without   for each field, or `rope_parameters.field`, what of `whole` changes where the file
               lacks it; a text: transformers refuses the file
+    null      the same of fields that are null, where transformers reads that
 """
 # pyright: reportMissingImports=false
 
@@ -102,19 +103,23 @@ def removals(data: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict
                 yield inner, data | {name: rest}
 
 
+def changes(whole: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | str:
+    """Return what of `whole` changes in another file; a text: transformers refuses it."""
+    try:
+        found = fields_of(data)
+    except Exception as error:  # of many classes: it is all the same a refusal
+        return type(error).__name__
+    gone = {key: None for key in whole if key not in found}
+    return {key: value for key, value in found.items() if whole.get(key, ...) != value} | gone
+
+
 def described(data: dict[str, Any]) -> dict[str, Any]:
     """Return what the file has of a configuration."""
-    whole, without = fields_of(data), {}
-    for name, rest in removals(data):
-        try:
-            found = fields_of(rest)
-        except Exception as error:  # of many classes: it is all the same a refusal
-            without[name] = type(error).__name__
-            continue
-        gone = {key: None for key in whole if key not in found}
-        changed = {key: value for key, value in found.items() if whole.get(key, ...) != value}
-        without[name] = changed | gone
-    return {"config": data, "whole": whole, "without": without}
+    whole = fields_of(data)
+    without = {name: changes(whole, rest) for name, rest in removals(data)}
+    nulls = {name: changes(whole, data | {name: None}) for name in filter(matters, data)}
+    null = {name: found for name, found in nulls.items() if not isinstance(found, str)}
+    return {"config": data, "whole": whole, "without": without, "null": null}
 
 
 def main() -> None:

@@ -42,6 +42,9 @@ def test_every_field_that_is_left_out_is_what_transformers_makes_of_it(name):
             assert found is None or field.endswith(READ_ALL_THE_SAME), (field, changes)
         else:
             assert found == read(row["whole"] | changes, name), field
+    for field, changes in row["null"].items():
+        found = read(row["config"] | {field: None}, name)
+        assert found == read(row["whole"] | changes, name), f"{field} is null"
 
 
 @pytest.mark.parametrize("name", DATA)

@@ -1,16 +1,22 @@
-"""GGUF of every family: what a converter like llama.cpp's writes is read as what it was made of."""
+"""GGUF of every family: what a converter like llama.cpp's writes is read as what it was made of.
+
+And it has the log-probabilities that llama.cpp computes (tests/oracle/make_llama_cpp.py).
+"""
 
 import json
 from pathlib import Path
 
 import gguf
+import harness
 import numpy as np
 import pytest
 from checkpoints import random_tensors
 from gguf import GGMLQuantizationType as Kind
+from spent import quick
 from test_gguf import interleave, llama3_divisors
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.parallel.grid import Mode
 from shiftjax.weights.gguf import GgufSource
 from shiftjax.weights.hf_config import parse_config
 from shiftjax.weights.source import CheckpointError, check_complete
@@ -61,6 +67,24 @@ RENAMED = {
     "sinks": ("sinks", "weight"),
     "e_score_correction_bias": ("e_score_correction", "bias"),
 }
+# What llama.cpp does not compute, or not as transformers does: biases of some, the norms of
+# Command R with few layers, windows of Phi-3 and of EXAONE 4 with few layers, YaRN's ranges as
+# gpt-oss has them, which are not rounded.
+DEFAULT_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+PLAINER: dict[str, dict[str, object]] = {
+    "phi3": {"sliding_window": None},
+    "qwen2moe": {"tie_word_embeddings": False},
+    "olmoe": {"num_key_value_heads": 6},
+    "gpt-oss": DEFAULT_ROPE,
+    "gpt-oss wide": DEFAULT_ROPE,
+    "seed_oss": {"attention_out_bias": False},
+    "smollm3": {"attention_bias": False},
+    "ernie4_5": {"use_bias": False},
+    "exaone4": DEFAULT_ROPE | {"head_dim": 8, "sliding_window": None, "layer_types": None},
+    "command-r": {"attention_bias": False, "use_qk_norm": False},
+    "minimax-m2": {"tie_word_embeddings": False},
+}
+PROMPT = list(range(3, 40))
 PERMUTED = ("llama", "granite", "smollm3")
 
 
@@ -77,6 +101,7 @@ def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
         "attention.head_count": config.num_heads,
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
         "rope.freq_base": rope.get("rope_theta", 10_000.0),
         "rope.dimension_count": config.rotary_dim or config.head_dim,
     }
@@ -89,6 +114,8 @@ def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
         values |= {"expert_count": experts.num, "expert_used_count": experts.per_token}
         values |= {"expert_feed_forward_length": width}
+        if experts.scores == "sigmoid":
+            values["expert_gating_func"] = 2
         if data["model_type"] == "qwen2_moe":
             values["expert_shared_feed_forward_length"] = shared
         if data["model_type"] == "glm4_moe":
@@ -99,8 +126,6 @@ def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
                 "expert_weights_norm": experts.norm_topk,
                 "expert_group_count": experts.num_groups,
                 "expert_group_used_count": experts.groups_per_token,
-                "nextn_predict_layers": 1,
-                "block_count": config.num_layers + 1,
             }
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values |= {name: data[name]} if data.get(name) else {}
@@ -152,16 +177,37 @@ def stored_tensors(
     return {name: np.concatenate(parts) for name, parts in stacks.items()}
 
 
-def write(path: Path, case: str, extra: dict[str, object] | None = None, kind: Kind | None = None):
+def drawn(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Tensors whose norms and biases vary, with which logits are far apart."""
+    rng, tensors = np.random.default_rng(5), {}
+    for name, tensor in random_tensors(config).items():
+        values = rng.standard_normal(tensor.shape)
+        if name.endswith("norm.weight"):
+            values = 0.3 * values + (not config.norm_offset)
+        elif "bias" in name or "sinks" in name:
+            values = 0.3 * values
+        else:
+            values = values * (0.2 if "embed_tokens" in name else tensor.shape[-1] ** -0.5)
+        tensors[name] = values.astype(np.float32)
+    return tensors
+
+
+def write(
+    path: Path,
+    case: str,
+    extra: dict[str, object] | None = None,
+    kind: Kind | None = None,
+    changes: dict[str, object] | None = None,
+):
     """Write the GGUF of a case; return the model that it is, and its tensors.
 
     Experts are stored as `kind`.
     """
-    (name, changes), architecture = FAMILIES[case], case.partition(" ")[0]
-    data = json.loads((PARITY / name / "config.json").read_text()) | changes
+    (name, usual), architecture = FAMILIES[case], case.partition(" ")[0]
+    data = json.loads((PARITY / name / "config.json").read_text()) | usual | (changes or {})
     data.pop("quantization_config", None)
     config = parse_config(data, "tiny", "config.json")
-    tensors = random_tensors(config)
+    tensors = drawn(config)
     writer = gguf.GGUFWriter(path, architecture)
     values = {f"{architecture}.{k}": v for k, v in metadata(data, config).items()}
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2} | (extra or {})
@@ -174,6 +220,10 @@ def write(path: Path, case: str, extra: dict[str, object] | None = None, kind: K
             writer.add_string(key, value)
         else:
             (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    writer.add_tokenizer_model("gpt2")  # of made-up tokens: llama.cpp starts with none else
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{number}" for number in range(config.vocab_size)])
+    writer.add_token_merges(["t 1", "t 2"])
     for stored, tensor in stored_tensors(architecture, config, tensors).items():
         if kind is not None and "_exps.weight" in stored:
             writer.add_tensor(stored, gguf.quantize(tensor, kind), raw_dtype=kind)
@@ -187,7 +237,7 @@ def write(path: Path, case: str, extra: dict[str, object] | None = None, kind: K
         if f"{reach}_factor" in rope:
             factors = np.array(rope[f"{reach}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{reach}.weight", factors)
-    if architecture == "glm4moe":  # of the layer that drafts
+    if f"{architecture}.nextn_predict_layers" in values:
         layer = f"blk.{config.num_layers}.nextn.eh_proj.weight"
         writer.add_tensor(layer, np.ones((2, 2), np.float32))
     writer.write_header_to_file()
@@ -211,6 +261,37 @@ def test_a_file_is_read_as_what_it_was_made_of(tmp_path, case):
     for name in some:
         part = source.read(name, (slice(3, 7), slice(1, 6)))
         np.testing.assert_array_equal(part, source.read(name)[3:7, 1:6])
+
+
+def test_layers_that_draft_are_left_out(tmp_path):
+    layers = {"glm4moe.nextn_predict_layers": 1, "glm4moe.block_count": 3}
+    config, tensors = write(tmp_path / "m.gguf", "glm4moe", layers)
+    source = GgufSource(tmp_path / "m.gguf", "tiny")
+    check_complete(source)
+    assert (source.config, source.tensors.keys()) == (config, tensors.keys())
+
+
+LLAMA_CPP = json.loads((PARITY.parent / "llama_cpp_logprobs.json").read_text())
+QUICK = ["gpt-oss wide", "granite", "glm4moe"]
+
+
+@pytest.mark.parametrize("case", quick(list(FAMILIES), *QUICK))
+def test_log_probabilities_are_those_of_llama_cpp(tmp_path, monkeypatch, case):
+    """Its GELU is a table of half floats, so that Gemma's are not as near."""
+    path, steps = tmp_path / "m.gguf", LLAMA_CPP["steps"][case]
+    write(path, case, changes=PLAINER.get(case))
+    monkeypatch.setattr(harness, "HuggingFaceSource", GgufSource)
+    chosen = [next(iter(step)) for step in steps[:-1]]
+    token_ids = [*PROMPT, *map(int, chosen)]
+    _, logits, _ = harness.forward(path, token_ids, 1, 1, Mode(1, 1), "alias")
+    logits = logits[len(PROMPT) - 1 :].astype(np.float64)
+    found = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    far = [
+        abs(row[int(token)] - wanted)
+        for row, step in zip(found, steps, strict=True)
+        for token, wanted in step.items()
+    ]
+    assert max(far) < (5e-3 if case.startswith("gemma") else 2e-5)
 
 
 @pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0])
