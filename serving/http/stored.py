@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from serving.http.described import Described
 from serving.http.guard import read_body, warning_headers
-from serving.server.dialects.responses_api import Item, typed
+from serving.server.dialects.response_items import Item
+from serving.server.dialects.responses_api import typed
 from serving.server.errors import ServeError, invalid
 from serving.server.json_body import parse_json, read
 from serving.server.schema import check_metadata

@@ -5,7 +5,6 @@ been put before them (`serving/stored`).
 """
 
 import re
-from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -14,93 +13,11 @@ import msgspec
 from serving.server.dialects.asked import Asked, Extras, Json, Told, read_body, wish_of, wrong
 from serving.server.dialects.foreign import take_kinds, take_tools
 from serving.server.dialects.namespaces import joined
+from serving.server.dialects.response_items import Item, turns_of
 from serving.server.hints import HINTS as CHAT_HINTS
 from serving.server.hints import Harmless
 
 LOGPROBS = "message.output_text.logprobs"
-
-
-class _Part(msgspec.Struct, tag_field="type", kw_only=True):
-    """A part of a message."""
-
-
-class InputText(_Part, tag="input_text"):
-    """A text that came in."""
-
-    text: str
-    prompt_cache_breakpoint: Json | None = None
-
-
-class OutputText(_Part, tag="output_text"):
-    """A text that went out."""
-
-    text: str
-    annotations: list[Json] | None = None
-    logprobs: list[Json] | None = None
-
-
-class Refusal(_Part, tag="refusal"):
-    """An answer that was refused; it is text like any other here."""
-
-    refusal: str
-
-
-class ReasoningText(_Part, tag="reasoning_text"):
-    """What the model thought."""
-
-    text: str
-
-
-class SummaryText(_Part, tag="summary_text"):
-    """What it thought, in short; not read: the template has the thoughts, or nothing."""
-
-    text: str
-
-
-class _Item(msgspec.Struct, tag_field="type", kw_only=True):
-    """A part of a conversation; `id` and `status` are those of an earlier response."""
-
-    id: str | None = None
-    status: str | None = None
-
-
-class MessageItem(_Item, tag="message"):
-    """One turn; the type may be left out."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[InputText | OutputText | Refusal]
-    phase: str | None = None
-
-
-class CallItem(_Item, tag="function_call"):
-    """A call that the model made."""
-
-    call_id: str
-    name: str
-    arguments: str
-    caller: Json | None = None
-    namespace: str | None = None
-
-
-class CallOutputItem(_Item, tag="function_call_output"):
-    """What came of a call."""
-
-    call_id: str
-    output: str | list[InputText]
-    name: str | None = None
-    caller: Json | None = None
-    namespace: str | None = None
-
-
-class ReasoningItem(_Item, tag="reasoning"):
-    """What the model thought before a message or a call."""
-
-    summary: list[SummaryText]
-    content: list[ReasoningText] | None = None
-    encrypted_content: str | None = None
-
-
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
@@ -314,75 +231,13 @@ def _chat(fields: ResponsesCountFields) -> Json:
     tools = [_tool(each, name) for name, (_, each) in functions_of(fields).items()]
     return {
         "model": fields.model,
-        "messages": _messages(fields),
+        "messages": turns_of(fields.instructions, fields.input),
         "tools": tools if fields.tools is not None else None,
         "tool_choice": _choice(fields.tool_choice),
         "parallel_tool_calls": fields.parallel_tool_calls,
         "response_format": text.format and _format(text.format),
         "reasoning_effort": reasoning.effort,
     }
-
-
-def _messages(fields: ResponsesCountFields) -> list[Json]:
-    turns: list[Json] = []
-    if fields.instructions is not None:
-        turns.append({"role": "system", "content": fields.instructions})
-    if isinstance(fields.input, str):
-        return [*turns, {"role": "user", "content": fields.input}]
-    for item in fields.input:
-        _ADD[type(item)](turns, item)
-    return turns
-
-
-def _add_message(turns: list[Json], item: MessageItem) -> None:
-    content: Any = item.content
-    if not isinstance(content, str):
-        texts = (p.refusal if isinstance(p, Refusal) else p.text for p in content)
-        content = [{"type": "text", "text": text} for text in texts]
-    if item.role == "assistant":
-        _said(turns)["content"] = content
-    else:
-        turns.append({"role": item.role, "content": content})
-
-
-def _add_call(turns: list[Json], item: CallItem) -> None:
-    function = {"name": joined(item.namespace, item.name), "arguments": item.arguments}
-    call = {"id": item.call_id, "type": "function", "function": function}
-    is_same = bool(turns) and turns[-1]["role"] == "assistant"
-    turn = turns[-1] if is_same else _said(turns)
-    turn.setdefault("tool_calls", []).append(call)
-
-
-def _add_output(turns: list[Json], item: CallOutputItem) -> None:
-    output: Any = item.output
-    if not isinstance(output, str):
-        output = [{"type": "text", "text": part.text} for part in output]
-    turns.append({"role": "tool", "tool_call_id": item.call_id, "content": output})
-
-
-def _add_reasoning(turns: list[Json], item: ReasoningItem) -> None:
-    if item.content:
-        text = "".join(part.text for part in item.content)
-        turns.append({"role": "assistant", "content": None, "reasoning_content": text})
-
-
-def _said(turns: list[Json]) -> Json:
-    """The turn of the assistant that begins, or has begun with what it thought."""
-    last = turns[-1] if turns else {}
-    if last.get("role") == "assistant" and last["content"] is None and "tool_calls" not in last:
-        return last
-    turns.append({"role": "assistant", "content": None})
-    return turns[-1]
-
-
-_ADD: Mapping[type, Callable[[list[Json], Any], None]] = MappingProxyType(
-    {
-        MessageItem: _add_message,
-        CallItem: _add_call,
-        CallOutputItem: _add_output,
-        ReasoningItem: _add_reasoning,
-    }
-)
 
 
 def functions_of(fields: ResponsesCountFields) -> dict[str, tuple[str | None, FunctionTool]]:
