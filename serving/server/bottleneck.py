@@ -6,6 +6,8 @@ FULL_KV = 0.9  # share of blocks from which the next prompt is likely to find no
 ROOM_KV = 0.7  # share up to which more sequences are likely to find room
 MOSTLY = 0.5  # share of recent tokens that were prompts, from which prompts bind decodes
 
+SMALL_STEP = 2048  # tokens, up to which larger steps are likely to compute prompts faster
+
 
 class Look(NamedTuple):
     """What is known of a moment; rates and means are of the last seconds, None: nothing was."""
@@ -26,6 +28,12 @@ class Look(NamedTuple):
     queue_seconds: float | None = None  # mean of those whose first token has come
     prompt_seconds: float | None = None
     num_preempted: int = 0
+    peak_running: int = 0  # the most that ran in the last second: in a single step one may be less
+
+    @property
+    def most_now(self) -> int:
+        """Sequences that run, whatever a single step has."""
+        return max(self.running, self.peak_running)
 
 
 class Bound(NamedTuple):
@@ -44,7 +52,7 @@ def bound_of(look: Look) -> Bound:
     if not look.waiting:
         return _unqueued(look)
     has_no_blocks = look.kv >= MOSTLY and not look.prompt_rate
-    is_full = look.most_running is not None and look.running >= look.most_running
+    is_full = look.most_running is not None and look.most_now >= look.most_running
     if look.kv >= FULL_KV or look.num_preempted or (has_no_blocks and not is_full):
         return _refusing(look, _by_blocks(look))
     if is_full:
@@ -62,7 +70,7 @@ def _by_blocks(look: Look) -> Bound:
 def _by_sequences(look: Look) -> Bound:
     groups = f" in {look.num_groups} groups" if (look.num_groups or 1) > 1 else ""
     words = (
-        f"held back by max_num_seqs: {look.running:,} of {look.most_running:,}{groups}, "
+        f"held back by max_num_seqs: {look.most_now:,} of {look.most_running:,}{groups}, "
         f"KV {look.kv:.0%}, {_many(look.waiting, 'sequence')} wait"
     )
     queue = "" if look.queue_seconds is None else f", {_duration(look.queue_seconds)} in the queue"
@@ -85,7 +93,8 @@ def _by_prompts(look: Look) -> Bound:
 def _for_prompts(look: Look) -> str:
     most, size = look.most_step_tokens, look.step_tokens
     if most is not None and size is not None and size > MOSTLY * most:
-        return f"steps are full ({most:,} tokens): raise --max-num-batched-tokens, or add groups"
+        change = "raise --max-num-batched-tokens" if most < SMALL_STEP else "more devices or groups"
+        return f"steps are full ({most:,} tokens): {change}"
     return "more devices or groups; a prefix cache helps where prompts begin alike"
 
 
@@ -106,7 +115,7 @@ def _unqueued(look: Look) -> Bound:
         return Bound("step", "nothing waits: the first step runs")
     words = f"nothing waits: a token takes a step, {_duration(look.step_seconds)}"
     where = f" in {look.mode.upper()}" if look.mode else ""
-    change = "fewer at once, --speculation, or --quantization fp8 make it shorter"
+    change = "fewer sequences at once, --speculation or more devices make it shorter"
     return Bound("step", words + where, change, look.step_seconds)
 
 

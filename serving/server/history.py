@@ -54,6 +54,7 @@ class History:
     def __init__(self, seconds: float, num: int):
         self.seconds, self.num = seconds, num
         self._slots: list[Slot | None] = [None] * num
+        self._replaced: tuple[int, dict[str, float]] = (-1, {})  # the latest slot that is gone
 
     @property
     def span(self) -> float:
@@ -95,10 +96,18 @@ class History:
                     totals[name] = totals.get(name, 0) + value
         return totals
 
+    def peak(self, name: str, now: float, seconds: float) -> float:
+        """Return the most of a gauge in the stretches that end within the last `seconds`."""
+        first = int((now - seconds) // self.seconds)
+        slots = [slot for slot in self._slots if slot is not None and slot.index >= first]
+        return max((slot.most.get(name, 0) for slot in slots), default=0)
+
     def _slot(self, index: int) -> Slot:
         """The slot of a stretch that is not older than the ring."""
         slot = self._slots[index % self.num]
         if slot is None or slot.index < index:
+            if slot is not None and slot.last is not None and slot.index > self._replaced[0]:
+                self._replaced = slot.index, slot.last
             slot = self._slots[index % self.num] = Slot(index)
         return slot
 
@@ -112,8 +121,8 @@ class History:
         columns = {
             name: [round(slot.counts.get(name, 0), DIGITS) for slot in slots] for name in names
         }
-        older = [i for i, slot in found.items() if i < first and slot.last is not None]
-        last = (found[max(older)].last if older else None) or {}
+        older = [(i, slot.last) for i, slot in found.items() if i < first and slot.last is not None]
+        _, last = max([self._replaced, *older], key=lambda each: each[0])
         gauges: dict[str, list[float]] = {name: [] for name in GAUGES}
         for slot in slots:
             shown = last if slot.last is None else slot.most

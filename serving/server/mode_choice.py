@@ -18,16 +18,18 @@ def choice_of(engine: Engine) -> dict[str, Any]:
     They are those of the widest group. `modes`: a step splits its tokens over `sp` of the `width`
     units; `groups`: how many step side by side, None where that changes. `predicted`, of a policy
     by cost: (tokens that steps are padded to, seconds by mode), without attention, which takes the
-    same in all modes. To be called before the engine runs.
+    same in all modes. `fleet_rule`: when groups change. To be called before the engine runs.
     """
     lane = max(engine.lanes, key=lambda lane: lane.group.width)
     policy = lane.policy or engine.policy
+    fleet = engine.topology.find(Fleet)
     return {
         "policy": policy.name,
         "threshold": policy.most_shifted,
         "modes": [mode._asdict() | {"label": mode.label} for mode in policy.modes_used(lane.modes)],
         "predicted": _predicted(policy, lane.modes),
-        "groups": None if engine.topology.find(Fleet) is not None else len(engine.lanes),
+        "groups": None if fleet is not None else len(engine.lanes),
+        "fleet_rule": None if fleet is None else fleet.policy.rule(),
     }
 
 

@@ -23,6 +23,7 @@ STRIP_SECONDS, NUM_STRIPS = 0.5, 120  # of the groups of a fleet
 NUM_REQUESTS = 40
 NUM_LATENCIES = 512
 NUM_BEGUN = 4096  # requests of which it is known when their first step was planned
+PEAK_SECONDS = 1.0
 NOW_SECONDS = 5.0  # of which rates and means of now are
 PERCENTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)  # of the curves
 
@@ -194,7 +195,8 @@ class Timeline:
 
     def recent(self) -> dict[str, Any]:
         """Rates and means of the last `NOW_SECONDS`, as `bottleneck.Look` names them."""
-        found = self._past[60].sums(time.monotonic(), NOW_SECONDS)
+        past, now = self._past[60], time.monotonic()
+        found = past.sums(now, NOW_SECONDS)
         of = lambda name: sum(found.get(f"{kind}_{name}", 0.0) for kind in KINDS)  # noqa: E731
         steps, busy, firsts = of("steps"), of("busy"), found.get("firsts", 0.0)
         tokens, prompt = found.get("tokens", 0.0), found.get("prompt", 0.0)
@@ -207,6 +209,7 @@ class Timeline:
             "prompt_share": prompt / (prompt + tokens) if prompt else 0.0,
             "queue_seconds": mean("queued"),
             "prompt_seconds": mean("prefilled"),
+            "peak_running": round(past.peak("running", now, PEAK_SECONDS)),
             "num_preempted": round(found.get("preempted", 0)),
         }
 

@@ -5,7 +5,8 @@ import * as chart from "./charts.js";
 import * as chat from "./chat.js";
 import * as fleet from "./fleet.js";
 import { short, whole } from "./draw.js";
-import { latency, requests } from "./requests.js";
+import { curves, latency } from "./latency.js";
+import { requests } from "./requests.js";
 import { tellLoss, tellNow } from "./state.js";
 
 const POLL_MILLISECONDS = { 60: 500, 600: 2500 }; // by the span that is shown
@@ -35,6 +36,11 @@ function tiles(data) {
   set("fill", `${whole(100 * sum("tokens") / Math.max(1, sum("computed")))} %`, "of what is computed");
   const blocks = load.most_blocks;
   set("kv", `${whole(100 * load.kv)} %`, blocks ? `${whole(load.kv * blocks)} of ${whole(blocks)} blocks` : "of the blocks");
+  const { ttft, tpot } = data.targets;
+  $("goodput").hidden ||= ttft == null && tpot == null;
+  const [ended, good] = [sum("ended", 0), sum("good", 0)];
+  const rate = (count) => short(count / (columns.tokens.length * data.seconds));
+  set("good", ended ? `${whole(100 * good / ended)} %` : "\u2013", ended ? `${rate(good)} of ${rate(ended)} requests/s` : "no request ended");
   set("switches", whole(load.switches), `${whole(sum("switches", 0))} in ${span === 60 ? "1 min" : "10 min"}`);
 }
 
@@ -70,6 +76,7 @@ function draw(data) {
   tiles(data);
   requests(data);
   latency(data);
+  curves(data);
 }
 
 function lose(error) {
@@ -94,32 +101,28 @@ function show(seconds) {
   poll();
 }
 
-// ------------------------------------------------------------------ tabs of a narrow window
+// ------------------------------------------------------------------ the drawer of the chat
 
-function choose(name, focus = false) {
-  document.body.dataset.tab = name;
-  for (const tab of document.querySelectorAll("[role=tab]")) {
-    const isChosen = tab.id === `tab-${name}`;
-    tab.setAttribute("aria-selected", String(isChosen));
-    tab.tabIndex = isChosen ? 0 : -1;
-    if (isChosen && focus) tab.focus();
-  }
-  if (name === "engine") poll(); // charts have their sizes only now
+function openChat(isOpen) {
+  document.body.dataset.chat = isOpen ? "open" : "closed";
+  $("chat-button").setAttribute("aria-expanded", String(isOpen));
+  if (isOpen) $("text").focus();
+  else if ($("chat").contains(document.activeElement)) $("chat-button").focus();
+  poll(); // charts have their sizes only now
 }
+
+const isChatOpen = () => document.body.dataset.chat === "open";
 
 // ------------------------------------------------------------------ keys
 
 const SHORTCUTS = {
-  "/": () => {
-    choose("chat");
-    $("text").focus();
-  },
+  "/": () => openChat(true),
   h: () => show(span === 60 ? 600 : 60),
   "?": () => $("keys").open = !$("keys").open,
 };
 
 function press(event) {
-  if (event.key === "Escape") chat.stop();
+  if (event.key === "Escape" && !chat.stop() && isChatOpen() && !event.target.closest("canvas")) openChat(false);
   const isTyping = event.target.matches("input, textarea, select");
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey || !SHORTCUTS[event.key]) return;
   event.preventDefault();
@@ -134,11 +137,6 @@ document.addEventListener("visibilitychange", () => document.hidden || poll());
 window.addEventListener("resize", () => document.hidden || poll());
 $("key").addEventListener("change", poll);
 $("spans").addEventListener("change", (event) => show(Number(event.target.value)));
-for (const tab of document.querySelectorAll("[role=tab]")) {
-  tab.addEventListener("click", () => choose(tab.id.slice(4)));
-  tab.addEventListener("keydown", (event) => {
-    if (!event.key.startsWith("Arrow")) return;
-    choose(tab.id === "tab-engine" ? "chat" : "engine", true);
-  });
-}
-choose("engine");
+$("chat-button").addEventListener("click", () => openChat(!isChatOpen()));
+$("chat-close").addEventListener("click", () => openChat(false));
+openChat(false);

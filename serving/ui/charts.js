@@ -4,7 +4,7 @@ import { $ } from "./server.js";
 import { colour, describe, duration, levels, onPixel, prepare, roundUp, rule, short, span, times, whole, LEFT, TOP } from "./draw.js";
 import { crossing, explain, KINDS, kindOf, predicted, stepsIn, summary } from "./modes.js";
 
-const CHARTS = ["steps", "seconds", "sequences", "tokens", "kv", "accepted"];
+const CHARTS = ["steps", "seconds", "firsts", "sequences", "tokens", "kv", "accepted"];
 let shown = null; // data of the last poll
 let cursor = null; // the time that is explained; null: none
 
@@ -120,12 +120,14 @@ function seconds(data) {
 
 // ------------------------------------------------------------------ the rest
 
-// Stacked columns of `names`; `factor` turns a count into the unit of the axis.
-function stack(id, data, names, factor, most, limit) {
+// Stacked columns of `names`; `factor` turns a count into the unit of the axis, `limit` has words.
+function stack(id, data, names, factor, most, limit, words) {
   const { columns } = data;
   const total = (index) => names.reduce((sum, name) => sum + columns[name][index], 0) * factor;
   const totals = columns.tokens.map((_, index) => total(index));
-  const chart = frame(id, data, most ?? roundUp(Math.max(1, ...totals)));
+  const highest = Math.max(...totals);
+  const top = most ?? roundUp(id === "firsts" ? highest || 1 : Math.max(1, highest)); // seconds may be few
+  const chart = frame(id, data, top);
   const { canvas, context, x, y } = chart;
   totals.forEach((_, index) => {
     let base = 0;
@@ -136,7 +138,7 @@ function stack(id, data, names, factor, most, limit) {
       base += value;
     }
   });
-  if (limit && limit <= (most ?? roundUp(Math.max(1, ...totals)))) rule(chart, y(limit), `at most ${whole(limit)}`);
+  if (limit && limit <= top) rule(chart, y(limit), words);
   line(chart, data);
   canvas.dataset.sum = String(totals.reduce((sum, each) => sum + each, 0));
   const now = names.map((name) => `${name} ${short((columns[name].at(-1)) * factor)}`);
@@ -163,6 +165,17 @@ function accepted(data) {
   $("drafters").textContent = Object.entries(data.drafts).map(words).join(", ");
 }
 
+// Mean seconds to the first token, of those that came in a column: in the queue, and of the prompt.
+function firsts(data) {
+  const { columns, targets } = data;
+  const mean = (name) => columns[name].map((sum, index) => sum / (columns.firsts[index] || 1));
+  const parts = { tokens: columns.tokens, waiting: mean("queued"), prefill: mean("prefilled") };
+  const target = targets.ttft;
+  const words = target && `target ${duration(target)}`;
+  const chart = stack("firsts", { ...data, columns: parts }, ["waiting", "prefill"], 1, undefined, target, words);
+  chart.canvas.dataset.count = String(columns.firsts.reduce((total, each) => total + each, 0));
+}
+
 // Only what can occur is in the legends.
 function legends(choice) {
   const has = choice?.modes.some((mode) => kindOf(mode.label) === "between");
@@ -176,11 +189,12 @@ export function charts(data) {
   if (data.model?.task !== "embed") {
     steps(data);
     seconds(data);
+    firsts(data);
     accepted(data);
     const kv = stack("kv", data, ["kv"], 100, 100);
     marks(kv, data.columns.preempted, "preempted");
   }
-  stack("sequences", data, ["running", "waiting"], 1, undefined, data.load?.most_running);
+  stack("sequences", data, ["running", "waiting"], 1, undefined, data.load?.most_running, `at most ${whole(data.load?.most_running ?? 0)}`);
   stack("tokens", data, ["tokens"], 1 / data.seconds);
   readout();
 }

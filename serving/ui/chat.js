@@ -272,7 +272,11 @@ function sendsOnEnter(event, form) {
   }
 }
 
-export const stop = () => running?.abort();
+// Whether there was an answer to stop.
+export function stop() {
+  running?.abort();
+  return Boolean(running);
+}
 
 export function listen() {
   $("form").addEventListener("submit", (event) => {

@@ -44,7 +44,8 @@ export function levels({ context, width }, values, y, shown = short) {
     context.moveTo(LEFT, Math.round(y(value)) + 0.5);
     context.lineTo(width, Math.round(y(value)) + 0.5);
     context.stroke();
-    context.fillText(shown(value), LEFT - 6, y(value) + 4);
+    const text = value >= 10_000 ? `${short(value / 1000)}k` : shown(value); // there is room for five
+    context.fillText(text, LEFT - 6, y(value) + 4);
   }
 }
 
@@ -63,6 +64,7 @@ export function times({ context, width, height }, seconds) {
 export function rule({ context, width }, y, text, name = "ink") {
   context.save();
   context.strokeStyle = context.fillStyle = colour(name);
+  context.lineWidth = 1;
   context.setLineDash([5, 4]);
   context.beginPath();
   context.moveTo(LEFT, Math.round(y) + 0.5);
@@ -72,10 +74,11 @@ export function rule({ context, width }, y, text, name = "ink") {
   const room = context.measureText(text).width;
   context.globalAlpha = 0.85;
   context.fillStyle = colour("card");
-  context.fillRect(LEFT + 5, y - 14, room + 6, 13);
+  const base = y < 18 ? y + 13 : y - 4; // above the line, if there is room
+  context.fillRect(LEFT + 5, base - 10, room + 6, 13);
   context.globalAlpha = 1;
   context.fillStyle = colour(name);
-  context.fillText(text, LEFT + 8, y - 4);
+  context.fillText(text, LEFT + 8, base);
   context.restore();
 }
 

@@ -74,6 +74,10 @@ export function strip(data) {
     context.arc(x(change.at), y, same(change, current) ? 6 : 3, 0, 2 * Math.PI);
     context.fill();
   }
+  const most = top === 1 ? "1 sequence each" : `${short(top)} sequences each`;
+  $("strip-legend").textContent = "A row is a unit, unit 0 on top; time goes to the right. The colour says how wide a group is. "
+    + `What is filled says how many sequences its units have, running or waiting: all of it is ${most}. The band on top of a group `
+    + "is the mode of its steps, and a dot is a change.";
   canvas.dataset.changes = String(fleet.changes.length);
   canvas.dataset.entries = String(entries.length);
   words(data);
@@ -124,7 +128,11 @@ function words(data) {
   }));
   const current = explained();
   $("ago").textContent = current ? ago(current, data.now) : "";
-  const texts = current ? told(current) : ["", "No group has changed since the start."];
+  const rule = data.model.choice.fleet_rule;
+  const none = `No group has changed since the start: ${rule}.`;
+  const isOld = current && data.now - current.at > SECONDS;
+  const since = isOld ? ` None in the last ${span(SECONDS)}: ${rule}.` : "";
+  const texts = current ? [told(current)[0], told(current)[1] + since] : ["", none];
   if ($("why").textContent !== texts.join(" ")) sentence($("why"), texts); // it is read aloud
   const latest = fleet.changes.slice(-8).reverse();
   $("changes").replaceChildren(...latest.map((change) =>

@@ -61,16 +61,3 @@ export function requests(data) {
   $("open-count").textContent = data.num_open ? `${many(data.num_open, "request")} open` : "none open";
   $("requests-since").textContent = rows.length ? `from ${short(data.now - start)} s ago to now` : "No request has come yet.";
 }
-
-export function latency(data) {
-  const names = [["to the first token", data.ttft], ["per later token", data.tpot]];
-  $("latency").tBodies[0].replaceChildren(...names.map(([name, values]) => {
-    const row = document.createElement("tr");
-    const head = document.createElement("th");
-    head.scope = "row";
-    head.textContent = name;
-    row.append(head);
-    for (const value of values) row.insertCell().textContent = duration(value);
-    return row;
-  }));
-}

@@ -97,6 +97,10 @@ class CostArrangement:
     _prompts: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds by width, tokens
     _load: Load = field(default_factory=Load)
 
+    def rule(self) -> str:
+        """By prediction."""
+        return "groups change when others are predicted to be quicker for what is there"
+
     def width_for(self, request: Request) -> int:
         """What its class says."""
         return self.needs.width_for(request)

@@ -80,6 +80,10 @@ class FleetPolicy(Protocol):
 
     widens: ClassVar[bool]
 
+    def rule(self) -> str:
+        """When groups change, for people."""
+        ...
+
     def width_for(self, request: Request) -> int:
         """The least width that a request shall have, as far as its class says."""
         ...
@@ -95,6 +99,10 @@ class FixedArrangement:
 
     arrangement: Arrangement
     widens: ClassVar[bool] = False
+
+    def rule(self) -> str:
+        """Never."""
+        return "the arrangement is fixed, so groups never change"
 
     def width_for(self, request: Request) -> int:
         """Any."""
@@ -117,6 +125,10 @@ class NeedPolicy:
     bind_width: int = 1
     widens: ClassVar[bool] = True
 
+    def rule(self) -> str:
+        """By need."""
+        return "a wider group is formed when a request needs it, and parts when none does"
+
     def width_for(self, request: Request) -> int:
         """Of a class that binds: `bind_width`."""
         return self.bind_width if request.priority in self.priorities else 1
@@ -138,6 +150,11 @@ class LoadPolicy:
     release_at: float
     needs: NeedPolicy
     widens: ClassVar[bool] = True
+
+    def rule(self) -> str:
+        """The two bounds."""
+        few, many = f"{self.bind_at:g} requests per unit or fewer", f"{self.release_at:g} or more"
+        return f"units form one group at {few}, part at {many}, and stay as they are in between"
 
     def width_for(self, request: Request) -> int:
         """What its class says."""

@@ -28,6 +28,7 @@ print("<b>")
 ```
 """
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LAST_START = {"load weights": 3.0, "compile": 20.0, "warm up": 4.0, "first step": 1.0}
 NARROW = {"width": 360, "height": 640}
 
 
@@ -90,7 +91,15 @@ def delta(text: str, num_tokens: int = 1) -> dict:
     return {"choices": [{"index": 0, "delta": {"content": text}, "token_ids": token_ids}]}
 
 
+def open_chat(page) -> None:
+    """Open the drawer, if it is closed."""
+    if not page.is_visible("#chat"):
+        page.click("#chat-button")
+        page.wait_for_selector("#chat", state="visible")
+
+
 def say(page, text: str) -> None:
+    open_chat(page)
     page.fill("#text", text)
     page.press("#text", "Enter")
 
@@ -133,6 +142,9 @@ def test_the_strip_says_which_mode_and_why(opened, server):
         assert opened.locator("figure.active .mesh > div").count() == 1
         assert opened.inner_text("#tile-running") == "4"
         assert opened.inner_text("#tile-running-of") == "of 16"
+        words = opened.inner_text("#binds-words")
+        assert re.fullmatch(r"nothing waits: a token takes a step, .* in SHIFT", words)
+        assert "--speculation" in opened.inner_text("#binds-change")
         opened.wait_for_selector("#spoken:has-text('SHIFT 4 tokens a step')", state="attached")
     with server.client() as client, ThreadPoolExecutor(1) as pool:
         server.runner.step_seconds = 0.3  # prompts of 128 tokens at once: base steps
@@ -146,6 +158,34 @@ def test_the_strip_says_which_mode_and_why(opened, server):
         assert answer.result().status_code == 200
     opened.wait_for_selector("#mode:has-text('IDLE')")
     assert "the last step was" in opened.inner_text("#words")
+    assert not opened.is_visible("#binds")
+
+
+def test_the_page_says_what_binds_and_what_to_change(page):
+    """In a sentence, as first tokens over time, as percentiles, and by targets."""
+    options = {"ttft_target": 30.0, "grpc": False}
+    with running_server(make_engine(max_num_seqs=4), **options) as server:
+        page.goto(f"{server.url}/ui")
+        page.wait_for_selector("#state.ready")
+        assert page.inner_text("#tile-good-of") == "no request ended"
+        server.runner.step_seconds = 0.02
+        with ThreadPoolExecutor(6) as pool, server.client() as client:
+            body = {"prompt": "p" * 20, "max_tokens": 150, "ignore_eos": True}
+            answers = [pool.submit(client.post, COMPLETION, json=body) for _ in range(6)]
+            page.wait_for_selector("#binds-words:has-text('held back by max_num_seqs: 4 of 4')")
+            assert page.inner_text("#binds-change") == "raise --max-num-seqs: there is KV for more"
+            assert page.get_attribute("#binds", "data-code") == "max_num_seqs"
+            server.let_go()
+            assert {each.result().status_code for each in answers} == {200}
+        page.wait_for_selector("#firsts[data-count='6']")
+        page.wait_for_selector("#ttft-curve[data-points='9']")
+        page.wait_for_selector("#tile-good:has-text('100 %')")
+        assert page.get_attribute("#tpot-curve", "data-points") == "9"
+        page.focus("#firsts")
+        page.keyboard.press("ArrowLeft")
+        assert " ago: " in page.text_content("#told")
+        page.goto("about:blank")
+    assert page.problems == []
 
 
 def test_charts_say_what_would_have_been_otherwise(opened, server):
@@ -203,6 +243,15 @@ def test_a_start_is_told(opened, server, monkeypatch):
     phases("compile", 0, 5)
     opened.wait_for_selector("#phases .now:has-text('compile')")
     assert opened.locator("#phases li").count() == 2
+    phases.plan(("load weights", "compile", "warm up", "first step"), LAST_START)
+    opened.wait_for_selector("#phases .coming:has-text('warm up')")
+    coming = opened.locator("#phases .coming").all_inner_texts()
+    assert [each.replace("\n", " ") for each in coming] == [
+        *("warm up to come, 4 s last time", "first step to come, 1 s last time")
+    ]
+    ready = opened.inner_text("#rule")
+    assert re.fullmatch(r"\(ready in about 2[345] s, at \d\d:\d\d:\d\d, if all is .*\)", ready)
+    assert not opened.is_visible("#chat-button")
     assert not opened.is_visible("#tiles") and not opened.is_visible("#charts")
     monkeypatch.undo()
     opened.wait_for_selector("#state:has-text('ready')")
@@ -229,6 +278,10 @@ def test_a_step_that_hangs_and_an_engine_that_fails_are_said(page):
             answer = pool.submit(client.post, COMPLETION, json={"prompt": "p"})
             page.wait_for_selector("#state.stalled:has-text('stalled')")
             assert page.inner_text("#mode") == "STUCK"
+            words = page.inner_text("#words")
+            assert words.startswith("a step in SHIFT (1 token, 1 sequence) has run for ")
+            assert re.fullmatch(r"\(since \d\d:\d\d:\d\d\)", page.inner_text("#rule"))
+            assert re.match(r"the process ends in 4 min 5\d s", page.inner_text("#binds-change"))
             assert page.inner_text("#because").startswith("1 request waiting for it")
             server.runner.gate.set()
             assert answer.result().status_code == 200
@@ -263,6 +316,7 @@ def test_a_chat_turn_stop_and_clear(opened, server):
     opened.wait_for_selector(".message:nth-child(4) .body:not(:empty)")
     opened.keyboard.press("Escape")
     opened.wait_for_selector(".message:nth-child(4) .told:has-text('stopped')")
+    assert opened.is_visible("#chat")
     assert opened.is_enabled("#send")
     server.wait_until(lambda: not server.engine.handles)
     opened.click("#clear")
@@ -318,6 +372,7 @@ def test_marks_that_never_end_are_text(opened):
 
 def test_an_answer_has_its_timeline_and_modes(opened, server):
     server.runner.step_seconds = 0.05  # so that tokens come one by one
+    open_chat(opened)
     opened.click("summary:has-text('Sampling')")
     opened.fill("#max-tokens", "12")
     say(opened, "so long that its prompt is above the threshold " * 2)
@@ -395,8 +450,12 @@ def test_the_page_can_be_used_by_keys_alone(opened):
     for _ in range(20):
         seen.append(opened.evaluate("document.activeElement.id"))
         opened.keyboard.press("Tab")
-    order = ["send", "clear", "coloured", "steps", "seconds"]
-    assert [each for each in seen if each in order][:5] == order
+    order = ["send", "clear", "coloured", "steps", "seconds", "firsts", "ttft-curve"]
+    assert [each for each in seen if each in order][: len(order)] == order
+    opened.keyboard.press("/")
+    opened.keyboard.press("Escape")  # nothing to stop: it closes
+    opened.wait_for_selector("#chat", state="hidden")
+    assert opened.evaluate("document.activeElement.id") == "chat-button"
     opened.keyboard.press("?")
     assert opened.evaluate("document.getElementById('keys').open")
     unnamed = "all => all.filter(e => !e.getAttribute('aria-label')).map(e => e.outerHTML)"
@@ -404,18 +463,21 @@ def test_the_page_can_be_used_by_keys_alone(opened):
 
 
 def test_a_narrow_window(opened):
-    """What the engine does comes first, the chat is a tab, and nothing runs out of its card."""
+    """What the engine does comes first, the chat lies over it, and nothing runs out of its card."""
     opened.set_viewport_size(NARROW)
-    tops = [opened.locator(name).bounding_box()["y"] for name in ("#now", "#tiles", "#tabs")]
+    tops = [opened.locator(name).bounding_box()["y"] for name in ("#now", "#tiles", "#charts")]
     assert tops == sorted(tops) and tops[0] < 120
     assert opened.is_visible("#charts") and not opened.is_visible("#chat")
     assert opened.locator("#tokens").evaluate("each => each.clientWidth") > 250  # for five labels
     wider = "all => all.filter(each => each.scrollWidth > each.clientWidth).map(e => e.innerText)"
     assert opened.locator(".card, html").evaluate_all(wider) == []
-    opened.focus("#tab-engine")
-    opened.keyboard.press("ArrowRight")
-    assert opened.is_visible("#chat") and not opened.is_visible("#charts")
-    assert opened.get_attribute("#tab-chat", "aria-selected") == "true"
+    opened.focus("#chat-button")
+    opened.keyboard.press("Enter")
+    opened.wait_for_selector("#chat", state="visible")
+    opened.wait_for_timeout(500)  # it slides
+    box = opened.locator("#chat").bounding_box()
+    assert (box["x"], box["width"]) == (0, NARROW["width"])
+    assert opened.get_attribute("#chat-button", "aria-expanded") == "true"
     answers(opened, delta("a" * 300 + "\n\n```\n" + "b" * 300 + "\n```"))
     say(opened, "hi")
     opened.wait_for_selector(".assistant .actions")

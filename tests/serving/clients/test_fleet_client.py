@@ -310,6 +310,8 @@ def test_the_page_says_what_the_machine_just_did(server):
         changes = page.locator("#changes li").all_text_contents()
         assert len(changes) == min(8, len(server.engine.stats.find(FleetState).changes))
         assert REASONS["quiet"] in changes[0]
+        legend = page.inner_text("#strip-legend")
+        assert legend.startswith("A row is a unit, unit 0 on top") and "sequence" in legend
         colours = page.evaluate(
             "() => { const c = document.getElementById('strip');"
             " const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"

@@ -56,6 +56,10 @@ ALONE = FEW._replace(waiting=0, waiting_tokens=0)
             "prompts: 40,000 tokens wait, 1.3 s",
             "steps are full (1,024 tokens): raise --max-num-batched-tokens",
         ),
+        (
+            FEW._replace(most_step_tokens=4096, step_tokens=4000.0),
+            *("prompts", "40,000", "steps are full (4,096 tokens): more devices or groups"),
+        ),
         (FEW._replace(step_tokens=90.0), "prompts", "prompts: 40,000 tokens wait", "more devices"),
         (FEW._replace(prompt_rate=0.0), "prompts", "prompts: 40,000 tokens wait", "steps are full"),
         (
@@ -72,6 +76,7 @@ ALONE = FEW._replace(waiting=0, waiting_tokens=0)
         ),
         (ALONE, "step", "nothing waits: a token takes a step, 31 ms in BASE", "--speculation"),
         (ALONE._replace(step_seconds=None), "step", "nothing waits: the first step runs", ""),
+        (FEW._replace(peak_running=64), "max_num_seqs", "64 of 64, KV 8%", ""),
         (BUSY._replace(most_running=None), "prompts", "prompts: 40,000", ""),
     ],
 )

@@ -30,6 +30,15 @@ def test_counts_are_where_they_were_counted():
     assert columns(past, 100.0)["tokens"] == [0, 0, 0, 0]
 
 
+def test_gauges_hold_what_was_last_though_its_place_is_taken():
+    """A pause as long as the ring, then work again: what was in the middle of before is over."""
+    past = History(1.0, 4)
+    for at, running in ((10.5, 5), (11.5, 5), (12.5, 0)):
+        past.look(at, running=running)
+    past.look(16.5, running=7)  # in the place of 12.5
+    assert columns(past, 16.9)["running"] == [0, 0, 0, 7]
+
+
 def test_gauges_hold_until_they_change():
     past = History(1.0, 5)
     past.look(10.1, running=1, waiting=0, kv=0.1)
