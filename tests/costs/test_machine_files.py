@@ -32,8 +32,11 @@ WAYS = (
     "from_host",
     "network",
 )
-PUBLISHED = {"b200x8", "b300x8", "gb200x4", "rtxpro6000x8", "l40sx8", "mi300x8", "mi355x8"}
-GPUS = {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8"} | PUBLISHED
+PUBLISHED = {"mi300x8", "mi355x8"}
+BLACKWELL = {"b200x8", "b300x8", "gb200x4", "rtxpro6000x8"}
+GPUS = (
+    {"h200x8", "h100x8", "a100x8", "a100x8-pcie", "a10x8", "l4x8", "l40sx8"} | BLACKWELL | PUBLISHED
+)
 
 
 def test_every_machine_and_engine_loads():
