@@ -6,6 +6,7 @@ DOCUMENTS, RESPONSES = "serving/stored/documents.py", "serving/stored/responses.
 FILES, UPLOAD, RUN = (f"serving/stored/{name}.py" for name in ("files", "upload", "batch_run"))
 TEST_DOCUMENTS = "tests/serving/stored/test_documents.py"
 TEST_STORED = "tests/serving/http/test_stored.py"
+TEST_BACKGROUND = "tests/serving/http/test_background.py"
 TEST_BATCHES = "tests/serving/http/test_batches.py"
 
 # fmt: off
@@ -55,6 +56,21 @@ ROWS = (
         "a chain of any size is recalled", "stored", RESPONSES,
         "num_bytes > self._most or", "",
         (TEST_STORED,), "small requests make prompts that no body could bring",
+    ),
+    Mutant(
+        "a response that was cancelled runs on", "stored", "serving/stored/background.py",
+        "        job.task.cancel()\n        await", "        await",
+        (f"{TEST_BACKGROUND}::test_it_is_cancelled",), "nobody wants what it makes",
+    ),
+    Mutant(
+        "responses in the background are lost in a restart", "stored", "serving/stored/setup.py",
+        "if is_ready and not tasks:", "if False:",
+        (TEST_BACKGROUND,), "clients ask for them for ever",
+    ),
+    Mutant(
+        "a key has any number of responses in the background", "stored",
+        "serving/stored/background.py", ">= MAX_OPEN", ">= 1000 * MAX_OPEN",
+        (TEST_BACKGROUND,), "a client fills the queue of all",
     ),
     Mutant(
         "a key has files without end", "stored", FILES,
