@@ -168,6 +168,7 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()
     experts: Experts | None = None  # in place of the MLP, in all layers but some
     encoder: Encoder | None = None  # None: a decoder
+    num_labels: int = 0  # a decoder that scores a text by its last token; 0: it has a vocabulary's
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     speculator: Speculator | None = None  # drafts by a model; None: none
@@ -175,6 +176,11 @@ class ModelConfig:
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def num_scores(self) -> int:
+        """The numbers that a head makes of a text; 0: there is no such head."""
+        return self.num_labels if self.encoder is None else self.encoder.num_labels
 
     @property
     def cache(self) -> CacheSpec:

@@ -139,6 +139,9 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
     if not config.is_last_stage:
         return
     yield _norm("norm", hidden, "model.norm")
+    if config.num_labels:
+        yield Weight("score", (config.num_labels, hidden), (None, None), "score.weight")
+        return
     source, tied_to = (EMBEDDING, "embed") if config.tie_word_embeddings else (LM_HEAD, None)
     head = Weight("lm_head", (vocab, hidden), ("vocab", None), source, "table")
     tied_to = tied_to if config.is_first_stage else None  # the embedding is on other devices

@@ -37,15 +37,16 @@ ENGINE_TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def task_of(config: EngineConfig, model: "ModelConfig") -> Task:
-    """What is asked for; if nothing is, encoders embed, and all others generate.
+    """What is asked for; if nothing is, encoders and what scores embed, and all others generate.
 
-    Raises ConfigError for an encoder that shall generate.
+    Raises ConfigError for one of them that shall generate.
     """
     wanted = config.model.task
-    if model.encoder is None:
+    if model.encoder is None and not model.num_scores:
         return "generate" if wanted == "auto" else wanted
     if wanted == "generate":
-        raise ConfigError([f"{model.name} is an encoder: it embeds texts, and generates none"])
+        kind = "has a head that scores" if model.num_scores else "is an encoder: it embeds"
+        raise ConfigError([f"{model.name} {kind} texts, and generates none"])
     return "embed"
 
 

@@ -89,5 +89,4 @@ def embed_shape(
             counts.append(2 * counts[-1])
         rows.append(tuple(count * num_devices for count in counts))
     most = config.scheduler.max_num_seqs * num_devices
-    num_scores = model.encoder.num_labels if model.encoder is not None else 0
-    return EmbedShape(tuple(widths), tuple(rows), most, model.hidden_size, num_scores)
+    return EmbedShape(tuple(widths), tuple(rows), most, model.hidden_size, model.num_scores)

@@ -26,7 +26,7 @@ from shiftjax.device.step import COMPILER_OPTIONS
 from shiftjax.embed.embed_engine import EmbedPlan, EmbedShape, slots_of
 from shiftjax.models.bert import normalize, pool
 from shiftjax.models.llama import Llama
-from shiftjax.models.packed_rows import decode_rows
+from shiftjax.models.packed_rows import decode_rows, scores_of_last
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,8 @@ class EmbedStep:
         slots = slots_of(packed.shape[2])
         if isinstance(model, Llama):
             hidden = decode_rows(model, token_ids, positions, owners)
+            if model.config.num_labels:
+                return scores_of_last(model, pool(hidden, positions, owners, slots, "last"))
         else:
             hidden = model(token_ids, positions, owners, *types)[-1]
             if model.head is not None:

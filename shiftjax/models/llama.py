@@ -398,7 +398,11 @@ class Llama(nnx.Module):
         if config.is_first_stage:
             self.embed = params["embed"]
         if config.is_last_stage:
-            self.norm, self.lm_head = params["norm"], params["lm_head"]
+            self.norm = params["norm"]
+            if config.num_labels:
+                self.score = params["score"]
+            else:
+                self.lm_head = params["lm_head"]
         attentions = [Attention] * early + [LateAttention] * config.num_late_layers
         of_layers = enumerate(zip(attentions, config.kinds, strict=True))
         self.layers = nnx.List(

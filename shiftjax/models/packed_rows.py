@@ -44,6 +44,14 @@ def decode_rows(
     return model.normed(hidden[-1]).reshape(rows, width, -1)
 
 
+def scores_of_last(
+    model: Llama, last: Float[Array, "rows slots hidden"]
+) -> Float[Array, "rows slots labels"]:
+    """Return the numbers of all labels, float32, of the hidden states of last tokens."""
+    weight = model.score[...].astype(jnp.float32)
+    return jnp.einsum("rsh,lh->rsl", last, weight, precision=jax.lax.Precision.HIGHEST)
+
+
 def packed_attention(
     seen: tuple[Bool[Array, "rows width width"], ...], config: ModelConfig
 ) -> AttentionBackend:

@@ -7,7 +7,7 @@ from typing import Any
 from shiftjax.arch.config import Encoder, ModelConfig
 from shiftjax.arch.pooling import Pooling, PoolingKind
 from shiftjax.weights.errors import CheckpointError
-from shiftjax.weights.scoring_config import SCORES, labels_of, read_scoring, scores_texts
+from shiftjax.weights.scoring_config import SCORES, labels_json, num_labels_of, read_scoring
 from shiftjax.weights.typed_fields import Fields, read_json
 
 ENCODERS = {"bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel"}
@@ -61,7 +61,7 @@ def parse_encoder(fields: Fields, name: str, architecture: str) -> ModelConfig:
             num_token_types=fields.count("type_vocab_size", 2),
             position_offset=offset,
             layer_norm_eps=fields.positive("layer_norm_eps", 1e-12),
-            num_labels=len(labels_of(fields)) if scores_texts(data) else 0,
+            num_labels=num_labels_of(fields),
         ),
     )
     fields.raise_problems()
@@ -95,8 +95,7 @@ def encoder_to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": dtype,
     }
-    if encoder.num_labels:
-        data["id2label"] = {str(i): f"LABEL_{i}" for i in range(encoder.num_labels)}
+    data |= labels_json(config)
     fields = Fields(data, "config.json")
     if parse_encoder(fields, config.name, config.architecture) != config:
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
@@ -115,7 +114,7 @@ def read_pooling(directory: Path | None, config: ModelConfig) -> Pooling:
     modules = _modules(directory) if directory else []
     if config.encoder is None and not modules:
         kind, normalize = "last", True
-    if config.encoder is not None and config.encoder.num_labels:
+    if config.num_scores:
         return read_scoring(directory, config)
     if directory is None:
         return Pooling(kind, normalize, config.max_position_embeddings)

@@ -19,6 +19,7 @@ from shiftjax.weights.family_config import (
 from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
+from shiftjax.weights.scoring_config import SCORES, labels_json, num_labels_of
 from shiftjax.weights.source import CheckpointError
 from shiftjax.weights.typed_fields import Fields, read_json
 
@@ -90,6 +91,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         rms_norm_eps=fields.positive(epsilon_of(architecture)),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         experts=parse_experts(fields, architecture),
+        num_labels=num_labels_of(fields),
         num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -173,8 +175,11 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """
     if config.encoder is not None:
         return encoder_to_json(config, dtype)
+    name = class_of(config.architecture)
+    if config.num_labels:
+        name = name.removesuffix("ForCausalLM") + SCORES
     data: dict[str, Any] = {
-        "architectures": [class_of(config.architecture)],
+        "architectures": [name],
         "model_type": config.architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -195,7 +200,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
     if config.architecture == "llama_swiftkv":
         data["num_key_value_layers"] = config.num_kv_layers
-    data |= experts_to_json(config)
+    data |= experts_to_json(config) | labels_json(config)
     if parse_config(data, config.name, "config.json") != replace(config, codes=None):
         raise CheckpointError(f"{config.name}: no config.json of {config.architecture} can say it")
     return data

@@ -22,10 +22,18 @@ _PROBLEMS: dict[str, Activation] = {
 }
 
 
-def scores_texts(data: dict[str, Any]) -> bool:
-    """Whether the model has such a head."""
-    names = data.get("architectures")
-    return isinstance(names, list) and bool(names) and str(names[0]).endswith(SCORES)
+def num_labels_of(fields: Fields) -> int:
+    """The labels of a model with such a head; 0: it has none."""
+    names = fields.data.get("architectures")
+    has_head = isinstance(names, list) and bool(names) and str(names[0]).endswith(SCORES)
+    return len(labels_of(fields)) if has_head else 0
+
+
+def labels_json(config: ModelConfig) -> dict[str, Any]:
+    """The labels as a `config.json` has them; they lose their names."""
+    if not config.num_scores:
+        return {}
+    return {"id2label": {str(i): f"LABEL_{i}" for i in range(config.num_scores)}}
 
 
 def labels_of(fields: Fields) -> tuple[str, ...]:
@@ -43,9 +51,8 @@ def labels_of(fields: Fields) -> tuple[str, ...]:
 
 def read_scoring(directory: Path | None, config: ModelConfig) -> Pooling:
     """How the scores of a model with such a head are made. Raises CheckpointError."""
-    assert config.encoder is not None
     data = {} if directory is None else read_json(directory / "config.json")
-    fields = Fields({"num_labels": config.encoder.num_labels} | data, "config.json")
+    fields = Fields({"num_labels": config.num_scores} | data, "config.json")
     labels = labels_of(fields)
     fields.raise_problems()
     longest = config.max_position_embeddings

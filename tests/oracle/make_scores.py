@@ -55,6 +55,10 @@ MODELS = {
         },
     ),
 }
+MODELS["qwen3-scores"] = (
+    "qwen3",
+    {"num_key_value_heads": 1, "head_dim": 8, "num_labels": 1, "max_position_embeddings": 64},
+)
 TEXTS = ["a mode says how many ways", "shift", "base query unknown"]
 PAIRS = [
     ["how many tokens", "a step splits its tokens"],
@@ -65,7 +69,11 @@ PAIRS = [
 
 def tokenizer_of(kind: str) -> tokenizers.Tokenizer:
     """Words, between the special tokens that the kind has."""
-    marks = {"bert": ("[PAD]", "[CLS]", "[SEP]"), "xlm-roberta": ("<s>", "<pad>", "</s>")}[kind]
+    marks = {
+        "bert": ("[PAD]", "[CLS]", "[SEP]"),
+        "xlm-roberta": ("<s>", "<pad>", "</s>"),
+        "qwen3": ("<|endoftext|>",),
+    }[kind]
     vocab = {word: index for index, word in enumerate([*marks, "[UNK]", *WORDS])}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -73,7 +81,7 @@ def tokenizer_of(kind: str) -> tokenizers.Tokenizer:
     if kind == "bert":
         first, last = ("[CLS]", vocab["[CLS]"]), ("[SEP]", vocab["[SEP]"])
         backend.post_processor = processors.BertProcessing(last, first)
-    else:
+    elif kind == "xlm-roberta":
         first, last = ("<s>", vocab["<s>"]), ("</s>", vocab["</s>"])
         backend.post_processor = processors.RobertaProcessing(
             last, first, trim_offsets=False, add_prefix_space=False
@@ -91,7 +99,7 @@ def build(kind: str, settings: dict, vocab: int, generator: torch.Generator) -> 
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             x = torch.randn(parameter.shape, generator=generator)
-            is_norm = name.endswith("LayerNorm.weight")
+            is_norm = name.endswith(("LayerNorm.weight", "norm.weight"))
             small = 0.3 if name.endswith(".bias") or is_norm else parameter.shape[-1] ** -0.5
             parameter.copy_(small * x + float(is_norm))
     return model.eval()
