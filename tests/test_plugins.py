@@ -22,13 +22,14 @@ version = "1.2"
 [tool.setuptools]
 py-modules = ["modest_plugins"]
 [project.entry-points."shiftjax.plugins"]
-calls = "modest_plugins:add_calls"
+calls = "modest_plugins:add_formats"
 models = "modest_plugins:add_models"
 parity = "modest_plugins:add_policies"
 """
 MODULE = """
 from shiftjax.registry import Decoder, Policy, add_decoder, add_policy
 from serving.server.registry import CallMarks, ToolFormat, Written, add_tool_format
+from serving.server.registry import ThinkingMarks, add_thinking_marks
 
 print("imported")
 
@@ -48,12 +49,13 @@ def add_models():
     add_decoder("modest", Decoder("ModestForCausalLM", {"qk_norm": True}))
 
 
-def add_calls():
+def add_formats():
+    add_thinking_marks("modest", ThinkingMarks("<<why>>", "<</why>>", "<</why>>"))
     marks = CallMarks(("<<call>>",), "<</call>>")
     written = Written('<<call>>{"name": "', '", "arguments": ', "}<</call>>")
     add_tool_format("modest", ToolFormat(("<<call>>",), marks, written))
 """
-FAILING = PROJECT.replace("modest", "broken").replace('calls = "broken_plugins:add_calls"', "")
+FAILING = PROJECT.replace("modest", "broken").replace('calls = "broken_plugins:add_formats"', "")
 MODEL = """
 import json, tempfile
 from pathlib import Path
@@ -113,10 +115,11 @@ def python(folder) -> Python:
 
 
 def test_what_a_plugin_adds_is_a_choice_of_settings(python):
-    flags = ("--policy=parity", "--tool-parser=modest", "--print-config")
-    text = python.shiftjax("serve", "random:tiny", *flags)
+    flags = ("--policy=parity", "--tool-parser=modest", "--reasoning-parser=modest")
+    text = python.shiftjax("serve", "random:tiny", *flags, "--print-config")
     assert text.count("imported") == 1
     assert "policy: parity" in text and "tool_parser: modest" in text
+    assert "reasoning_parser: modest" in text
     refused = python.shiftjax("serve", "random:tiny", "--policy=even", code=2)
     assert "must be one of threshold, cost, base, shift, parity" in refused
 
@@ -168,14 +171,14 @@ def test_a_server_names_them_in_its_log(python):
             if "ready after" in line:
                 process.terminate()
     assert process.returncode == 0, log
-    for name in ("add_calls", "add_models", "add_policies"):
+    for name in ("add_formats", "add_models", "add_policies"):
         assert f"of modest-plugins 1.2 (modest_plugins:{name})" in log
 
 
-def test_calls_in_the_format_of_a_plugin_are_found(python):
+def test_calls_and_thoughts_in_the_formats_of_a_plugin_are_found(python):
     code = """
-from serving.server.tool_formats import FORMATS, make_parser, tool_format
-from serving.server.pieces import CallBegin
+from serving.server.tool_formats import FORMATS, make_parser, reasoning_format, tool_format
+from serving.server.pieces import CallBegin, Reasoning
 from serving.server.tools import ToolWish
 from serving.server.fields import Function
 from shiftjax.plugins import load_plugins
@@ -184,10 +187,12 @@ load_plugins("calls")
 template = "<<call>>{{ tools }}<</call>>"
 form = tool_format("auto", template)
 assert form is FORMATS["modest"] is tool_format("modest", template)
-parser = make_parser(form, ToolWish((Function("add"),)), "none", is_inside=False)
-text = '<<call>>{"name": "add", "arguments": {"a": 1}}<</call>>'
+assert reasoning_format("auto", "{{ x }}<</why>>") == "modest"
+parser = make_parser(form, ToolWish((Function("add"),)), "modest", is_inside=False)
+text = '<<why>>so<</why>><<call>>{"name": "add", "arguments": {"a": 1}}<</call>>'
 pieces = [*parser.feed(text), *parser.finish()]
 assert [each.name for each in pieces if isinstance(each, CallBegin)] == ["add"], pieces
+assert "".join(each.text for each in pieces if isinstance(each, Reasoning)) == "so", pieces
 """
     python.run("-c", code)
 
