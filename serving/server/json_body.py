@@ -74,26 +74,42 @@ def unknown_names(kind: type[msgspec.Struct], values: Any) -> tuple[str, ...]:
 
 def _unknown_in(kind: type[msgspec.Struct], values: dict[str, Any], place: str) -> list[str]:
     unknown: list[str] = []
-    nested = _structs_of(kind)
-    for name, value in values.items():
+    known, nested = _names_of(kind)
+    for name in [each for each in values if each not in known]:
         path = place + name
-        if path in REFUSED and name not in kind.__struct_fields__:
+        if path in REFUSED:
             instead, harmless = REFUSED[path]
-            _check_harmless(path, value, harmless, f"is not supported by this server: {instead}")
-        elif name not in kind.__struct_fields__:
-            is_known = name == kind.__struct_config__.tag_field or name in FOREIGN.get(kind, {})
-            unknown += [path] * (not is_known)
-        elif nested[name]:
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, dict) and (inner := _kind_of(each, nested[name])):
-                    unknown += _unknown_in(inner, each, f"{path}.")
+            words = f"is not supported by this server: {instead}"
+            _check_harmless(path, values[name], harmless, words)
+        else:
+            unknown.append(path)
+    for name in nested.keys() & values.keys():
+        value, kinds = values[name], nested[name]
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict) and (inner := _kind_of(each, kinds)):
+                unknown += _unknown_in(inner, each, f"{place}{name}.")
     return unknown
 
 
+# Of objects that a field may hold: by their tag; one kind alone has the tag None.
+_Kinds = dict[Any, type[msgspec.Struct]]
+
+
 @cache
-def _structs_of(kind: type[msgspec.Struct]) -> dict[str, tuple[type[msgspec.Struct], ...]]:
-    """The kinds of objects that each field may hold, itself or in a list."""
-    return {each.name: tuple(_structs_in(each.type)) for each in msgspec.structs.fields(kind)}
+def _names_of(kind: type[msgspec.Struct]) -> tuple[frozenset[str], dict[str, _Kinds]]:
+    """(names that a kind of object may have, kinds of the objects that its fields may hold)."""
+    tag = kind.__struct_config__.tag_field
+    others = FOREIGN.get(kind, {}).keys() - REFUSED.keys()
+    known: set[str] = {*kind.__struct_fields__, *others} | ({tag} if tag else set())
+    found = {each.name: [*_structs_in(each.type)] for each in msgspec.structs.fields(kind)}
+    nested = {name: _by_tag(kinds) for name, kinds in found.items() if kinds}
+    return frozenset(known), nested
+
+
+def _by_tag(kinds: list[type[msgspec.Struct]]) -> _Kinds:
+    if len(kinds) == 1:
+        return {None: kinds[0]}
+    return {kind.__struct_config__.tag: kind for kind in kinds}
 
 
 def _structs_in(type_: Any) -> Iterator[type[msgspec.Struct]]:
@@ -103,14 +119,12 @@ def _structs_in(type_: Any) -> Iterator[type[msgspec.Struct]]:
         yield from _structs_in(each)
 
 
-def _kind_of(
-    value: dict[str, Any], kinds: tuple[type[msgspec.Struct], ...]
-) -> type[msgspec.Struct] | None:
-    """The kind of an object; of several the one with its tag. None: there is no such kind."""
-    if len(kinds) == 1:
-        return kinds[0]
-    configs = ((kind, kind.__struct_config__) for kind in kinds)
-    return next((kind for kind, it in configs if value.get(it.tag_field or "") == it.tag), None)
+def _kind_of(value: dict[str, Any], kinds: _Kinds) -> type[msgspec.Struct] | None:
+    """The kind of an object; None: there is none with its tag."""
+    if None in kinds:
+        return kinds[None]
+    tag = value.get("type")  # the tag of all that have one
+    return kinds.get(tag) if isinstance(tag, str) else None
 
 
 def _check_harmless(name: str, value: Any, harmless: tuple[Any, ...], words: str) -> None:

@@ -103,8 +103,8 @@ SCHEMA_ROWS = (
     ),
     Mutant(
         "an unknown field of an object is not told", "schema", JSON_BODY,
-        '                    unknown += _unknown_in(inner, each, f"{path}.")\n',
-        "                    pass\n",
+        '                unknown += _unknown_in(inner, each, f"{place}{name}.")\n',
+        "                pass\n",
         (TEST_FIELDS,), "misspelt options are dropped without a word",
     ),
     Mutant(
