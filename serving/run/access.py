@@ -5,13 +5,18 @@ import socket
 from serving.run.flags import read_secret_lines
 from serving.server.options import ServerOptions
 from shiftjax.options import ConfigError
+from shiftjax.settings import environ_beside
 
 BACKLOG = 2048
+VLLM_KEY = "VLLM_API_KEY"
 
 
 def read_keys(options: ServerOptions) -> tuple[str, ...]:
-    """The API keys of option and file. Raises ConfigError."""
-    keys = [options.api_key] if options.api_key else []
+    """The API keys of option and file, and that of VLLM_API_KEY. Raises ConfigError.
+
+    A server that was started for vLLM's variable, and did not read it, would be open to all.
+    """
+    keys = [key for key in (options.api_key, environ_beside().get(VLLM_KEY)) if key]
     if options.api_key_file is not None:
         keys += read_secret_lines("api_key_file", options.api_key_file)
     return tuple(keys)

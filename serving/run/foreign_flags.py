@@ -6,6 +6,7 @@ taken, and a line says why. Any other is refused by its own name, with what to u
 
 import argparse
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -78,6 +79,13 @@ def translated(argv: Sequence[str], known: Collection[str]) -> Translated:
             if not taken and not _is_switch(name) and words and not words[0].startswith("--"):
                 taken = [words.pop(0)]
             _translate(name, taken, known, found)
+        elif name in table.MOST:
+            value, most = value if equals else "".join(words[:1]), table.MOST[name]
+            del words[: 0 if equals else 1]
+            if re.fullmatch(r"-1|\d+", value) and not 0 <= int(value) <= most:
+                found.notes.append(f"{name} {value} is {most} here, which is the most")
+                value = str(most)
+            found.argv.extend([name, value])
         elif name in table.LISTS:
             follows = taken or words[:1]
             del words[: 0 if taken else 1]

@@ -68,6 +68,7 @@ VALUES = {
 }
 # vLLM takes several words or a JSON list; a setting here has commas.
 LISTS = ("--served-model-name", "--allowed-origins")
+MOST = {"--max-logprobs": 20}  # a larger value is this one, and told of
 SIZES = {"--kv-offloading-size": "--host-memory"}  # GiB
 
 # Why a flag has no effect: the flags.
@@ -269,7 +270,6 @@ REFUSED = {
     "models that diffuse texts are not served": "--diffusion-config= -dc=",
     "send token ids as prompts, and return_token_ids": "--skip-tokenizer-init --tokens-only",
     "send return_tokens_as_token_ids in requests": "--return-tokens-as-token-ids",
-    "send stream_options.include_usage in requests": "--enable-force-include-usage",
     "send timeline: true in requests": "--enable-per-request-metrics",
     "prompts are texts and token ids": "--enable-prompt-embeds",
     "answers do not tell what happened inside a step": (

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from uvicorn.loops.auto import auto_loop_factory
 
 from serving.hosts.leader import LeaderHosts
-from serving.run.access import read_keys
+from serving.run.access import VLLM_KEY, read_keys
 from serving.run.faults import LOADING, POINTS, Fault, faulty, install, parse_fault
 from serving.run.hosts import leave, open_leader, run_follower
 from serving.run.last_start import keep_last_start, plan_of, read_last_start
@@ -65,7 +65,7 @@ def run_server(
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    for name in sorted(name for name in environ_beside() if name.startswith("VLLM_")):
+    for name in sorted(n for n in environ_beside() if n.startswith("VLLM_") and n != VLLM_KEY):
         logger.warning("the variable %s has no effect: settings are flags or SHIFTJAX_NAME", name)
     for plugin in loaded_plugins():
         logger.info("loaded %s", plugin)

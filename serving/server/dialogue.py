@@ -11,7 +11,7 @@ from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, Function
 from serving.server.grammar_source import GrammarSource
 from serving.server.options import ServerOptions
-from serving.server.pieces import Parser, PlainParser
+from serving.server.pieces import Parser, PlainParser, WithoutReasoning
 from serving.server.schema import Wish
 from serving.server.system_turns import SystemTurns
 from serving.server.tool_formats import (
@@ -87,7 +87,7 @@ class Dialogue:
             return PlainParser
         inside = self._is_inside(prompt)
         formed = wish.grammar is not None
-        return partial(
+        make = partial(
             make_parser,
             self._tools,
             wish.tools,
@@ -95,6 +95,9 @@ class Dialogue:
             is_inside=inside,
             has_form=formed,
         )
+        assert isinstance(wish.fields, ChatFields)
+        hides = wish.fields.include_reasoning is False
+        return (lambda: WithoutReasoning(make())) if hides else make
 
     def grammar(self, wish: Wish, prompt: Sequence[int]) -> GrammarSource | None:
         """What constrains an output: the form of an answer, calls, or one or the other."""

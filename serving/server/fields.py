@@ -155,6 +155,11 @@ class GenerationFields(sampling_fields(HTTP), kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
+    def ask_for_usage(self) -> None:
+        """Let a stream end with its usage."""
+        given = self.stream_options or StreamOptions()
+        self.stream_options = msgspec.structs.replace(given, include_usage=True)
+
 
 class CompletionFields(GenerationFields, kw_only=True):
     """The body of /v1/completions."""
@@ -178,6 +183,7 @@ class ChatFields(GenerationFields, kw_only=True):
     documents: list[dict[str, Json]] | None = None
     echo: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     tools: list[Tool] | None = None
     tool_choice: str | ToolChoice | None = None
 

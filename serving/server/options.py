@@ -148,6 +148,11 @@ class ServerOptions:
     chat_template: str | None = option(
         None, "Jinja template of chats: a file, or the text itself; default: the model's own"
     )
+    force_include_usage: bool = option(
+        False,
+        "end every stream with its usage, as stream_options.include_usage does",
+        flags=("--enable-force-include-usage",),
+    )
     default_chat_template_kwargs: str | None = option(
         None, 'variables of the chat template, as {"enable_thinking": false}; requests go before'
     )
@@ -185,13 +190,8 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
     dict.fromkeys(
         (
             *("max_logprobs", "stream_interval", "tool_parser", "reasoning_parser"),
-            *(
-                "chat_template",
-                "default_chat_template_kwargs",
-                "kv_events",
-                "kv_events_endpoint",
-                "kv_events_topic",
-            ),
+            *("chat_template", "default_chat_template_kwargs", "force_include_usage"),
+            *("kv_events", "kv_events_endpoint", "kv_events_topic"),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
             *("ttft_target", "tpot_target"),
             *("store_responses", "store_dir", "otlp_traces_endpoint"),

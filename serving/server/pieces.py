@@ -63,3 +63,18 @@ class PlainParser:
     def finish(self) -> list[Piece]:
         """Return nothing: no text is held back."""
         return []
+
+
+class WithoutReasoning:
+    """Another parser whose reasoning is left out: `include_reasoning: false`."""
+
+    def __init__(self, parser: Parser):
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Piece]:
+        """Return the pieces of the other parser that are shown."""
+        return [each for each in self._parser.feed(text) if not isinstance(each, Reasoning)]
+
+    def finish(self) -> list[Piece]:
+        """Return what the other parser held back and is shown."""
+        return [each for each in self._parser.finish() if not isinstance(each, Reasoning)]

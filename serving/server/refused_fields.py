@@ -52,7 +52,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
             "write additionalProperties into the schema", (False,)
         ),
         "chat_template": Refused("give the server --chat-template, or send a prompt"),
-        "include_reasoning": Refused("leave out what comes as reasoning", (True,)),
         "media_io_kwargs": Refused(_IMAGES, ({},)),
         "mm_processor_kwargs": Refused(_IMAGES, ({},)),
         "prompt_embeds": Refused("send texts or token ids"),

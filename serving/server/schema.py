@@ -75,8 +75,8 @@ def read_completion(values: Any) -> Wish:
     given = _given(fields)
     given["logprobs"] = fields.logprobs
     if fields.echo and fields.logprobs is not None:
-        if fields.prompt_logprobs is not None:
-            raise invalid("prompt_logprobs", "cannot be combined with echo and logprobs")
+        if fields.prompt_logprobs not in (None, fields.logprobs):
+            raise invalid("prompt_logprobs", "must be as many as logprobs beside echo")
         given["prompt_logprobs"] = fields.logprobs
     if given.get("max_tokens") == 0 and fields.echo and given.get("prompt_logprobs") is None:
         given["prompt_logprobs"] = 0  # nothing is generated: the prompt comes back
@@ -127,8 +127,9 @@ def _given(fields: GenerationFields) -> dict[str, Any]:
 def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
     if len(bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
-    if not all(re.fullmatch(r"-?(0|[1-9]\d{0,9})", key, re.ASCII) for key in bias):
-        raise invalid("logit_bias", "must map token ids to numbers")
+    wrong = [key for key in bias if not re.fullmatch(r"-?(0|[1-9]\d{0,9})", key, re.ASCII)]
+    if wrong:
+        raise invalid("logit_bias", f"must map token ids to numbers: {wrong[0][:40]!r} is no id")
     return {int(key): value for key, value in bias.items()}
 
 

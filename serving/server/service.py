@@ -259,6 +259,8 @@ class Service:
         try:
             model, engine = self.generating()
             wish = with_server_defaults(self.dialogue.noted(read_fields(values)), model.defaults)
+            if self.options.force_include_usage:
+                wish.fields.ask_for_usage()
             with ExitStack() as lent:
                 lent.enter_context(self._quotas.lent(CALLER.get(), _num_sequences(wish)))
                 generation = await self._submit(engine, wish, request_id, timeout, seed)

@@ -96,8 +96,8 @@ class Texts:
     def _check_length(self, num_characters: int, field: str) -> None:
         """Refuse, before any tokenizing, what has more characters than a full context can have."""
         if num_characters > self._max_characters:
-            tokens = f"the context of {self.max_model_len} tokens"
-            message = f"{field} has {num_characters} characters: more than {tokens} can hold."
+            words = f"This model's maximum context length is {self.max_model_len} tokens"
+            message = f"{words}, but {field} has {num_characters} characters: more than that holds."
             code = "context_length_exceeded"
             raise ServeError("invalid", message, param=field, code=code)
 

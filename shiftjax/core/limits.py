@@ -104,7 +104,9 @@ def check_length(num_prompt: int, max_tokens: int | None, limits: RequestLimits)
     asked = f"{num_prompt} prompt tokens and {num_output} output tokens"
     if num_prompt + num_output > context:
         raise RequestError(
-            f"{asked} exceed the context of {context} tokens: shorten the prompt or max_tokens.",
+            # Clients look for the first words, which are OpenAI's.
+            f"This model's maximum context length is {context} tokens, but {asked} were asked for: "
+            "shorten the prompt or max_tokens.",
             "prompt",
             "context_length_exceeded",
         )
@@ -163,5 +165,5 @@ def _check_constraints(request: Request) -> None:
 
 def _check_in_vocabulary(whose: str, token: int, field: str, limits: RequestLimits) -> None:
     if not 0 <= token < limits.vocab_size:
-        words = f"token id {token} is outside the vocabulary of {limits.vocab_size}"
+        words = f"token id {token} is out of vocabulary, which has {limits.vocab_size} tokens"
         raise RequestError(f"{whose} {words}.", field)

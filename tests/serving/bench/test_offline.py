@@ -49,7 +49,10 @@ def test_startup(tmp_path):
     [
         (("latency", "--batch=0"), "--batch must be 1 or more, got 0"),
         (("startup", "--starts=-1"), "--starts must be 1 or more, got -1"),
-        (("latency", "--prompt-tokens=60", "--output-tokens=60"), "exceed the context of 64"),
+        (
+            ("latency", "--prompt-tokens=60", "--output-tokens=60"),
+            "maximum context length is 64 tokens",
+        ),
         (("serve", "--rate=0"), "--rate must be more than 0, got 0.0"),
         (("serve", "--requests=5"), "--requests has no meaning for a load of --rate"),
         (("serve", "--clients=2", "--cv=3"), "--cv has no meaning for a load of --clients"),

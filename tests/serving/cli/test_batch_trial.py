@@ -52,7 +52,7 @@ def unloaded(monkeypatch):
         (b"{\n", "not JSON"),
         (GOOD | {"temperature": -1}, "temperature must be between 0 and 100"),
         (GOOD | {"model": "gpt-4o"}, "There is no model 'gpt-4o': it is called /"),
-        (GOOD | {"max_tokens": 80}, "exceed the context of 64 tokens"),
+        (GOOD | {"max_tokens": 80}, "maximum context length is 64 tokens"),
         (GOOD | {"prompt": [100_000]}, "vocabulary"),
         (GOOD | {"prompt": "a text"}, "needs a tokenizer"),
         (GOOD | {"stream": True}, "stream has no meaning in a batch"),

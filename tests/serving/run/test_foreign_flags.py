@@ -70,6 +70,14 @@ def test_keys_of_json_values_behind_dots():
     assert arguments.default_chat_template_kwargs == '{"enable_thinking": false}'
 
 
+def test_more_logprobs_than_there_are_is_the_most():
+    for words in (["--max-logprobs", "151936"], ["--max-logprobs=-1"]):
+        arguments = parsed("m", *words)
+        assert arguments.max_logprobs == "20" and "20 here" in arguments.notes[0]
+    arguments = parsed("m", "--max-logprobs", "5")
+    assert (arguments.max_logprobs, arguments.notes, arguments.model) == ("5", [], "m")
+
+
 def test_several_names_are_a_list():
     for words in (["a", "b"], ['["a", "b"]'], ["a,b"]):
         arguments = parsed("m", "--served-model-name", *words, "--port", "0")
