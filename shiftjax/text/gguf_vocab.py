@@ -32,6 +32,13 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SEED = _QWEN2.replace(r" ?[^\s\p{L}\p{N}]+[\r\n]*", r" ?[^\s\p{L}\p{N}\r\n]+")
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,10 @@ class _PreTokenizer:
 _DIGITS_THEN_GPT2 = _PreTokenizer((r"\p{N}", _GPT2))
 _LLAMA_BPE = _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
 _PRE_TOKENIZERS = {
-    "gpt-2": _PreTokenizer((_GPT2,)),
+    **dict.fromkeys(("gpt-2", "olmo", "exaone4"), _PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("dbrx", "glm4", "chatglm-bpe", "smaug-bpe"), _PreTokenizer((_LLAMA3,))),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _PreTokenizer((_O200K,))),
+    "seed-coder": _PreTokenizer((_SEED,)),
     "smollm": _DIGITS_THEN_GPT2,
     "starcoder": _DIGITS_THEN_GPT2,
     "refact": _DIGITS_THEN_GPT2,
@@ -56,7 +66,6 @@ _PRE_TOKENIZERS = {
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "falcon3": _LLAMA_BPE,
-    "smaug-bpe": _PreTokenizer((_LLAMA3,)),
     "qwen2": _PreTokenizer((_QWEN2,), nfc=True),
     "deepseek-r1-qwen": _PreTokenizer((_QWEN2,), nfc=True),
     "tekken": _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
