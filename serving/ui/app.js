@@ -29,7 +29,8 @@ function tiles(data) {
     $(`tile-${name}-of`).textContent = note;
   };
   const covered = count * data.seconds;
-  set("running", whole(load.running), of(load.most_running));
+  const most = load.most_running ?? (data.fleet ? data.fleet.groups.length * load.most_group_running : null);
+  set("running", whole(load.running), of(most));
   set("waiting", whole(load.waiting), of(load.most_waiting));
   set("tokens", short(sum("tokens") / covered), `mean of ${covered} s`);
   set("texts", short(sum("texts") / covered), `mean of ${covered} s`);

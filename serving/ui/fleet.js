@@ -23,7 +23,8 @@ export function strip(data) {
   const { canvas, context, width, height } = chart;
   const size = (height - BOTTOM) / fleet.units;
   const x = (at) => Math.max(LEFT, width - (data.now - at) * (width - LEFT) / SECONDS);
-  const all = data.strip.entries;
+  const now = fleet.groups.map((each) => [each.first, each.width, each.mode, 0]);
+  const all = data.strip.entries.length ? data.strip.entries : [{ at: data.now - SECONDS, groups: now }]; // no step yet
   const entries = all.filter((each, i) => (all[i + 1]?.at ?? data.now) > data.now - SECONDS);
   const loads = entries.flatMap(({ groups }) => groups.map(([, units, , load]) => load / units));
   const top = roundUp(Math.max(1, ...loads));
@@ -135,6 +136,7 @@ function words(data) {
   const texts = current ? [told(current)[0], told(current)[1] + since] : ["", none];
   if ($("why").textContent !== texts.join(" ")) sentence($("why"), texts); // it is read aloud
   const latest = fleet.changes.slice(-8).reverse();
+  $("changes-title").hidden = !latest.length;
   $("changes").replaceChildren(...latest.map((change) =>
     sentence(document.createElement("li"), told(change), `${ago(change, data.now)} `)));
 }

@@ -134,6 +134,17 @@ SCHEMA_ROWS = (
         ("tests/serving/server/test_quotas.py",), "a client is locked out after a while",
     ),
     Mutant(
+        "a single step decides whether all places are taken", "schema",
+        "serving/server/bottleneck.py", "return max(self.running, self.peak_running)",
+        "return self.running",
+        ("tests/serving/server/test_bottleneck.py",), "the sentence flickers between two causes",
+    ),
+    Mutant(
+        "gauges of a pause are those of the load before it", "schema",
+        "serving/server/history.py", "slot.index > self._replaced[0]", "False",
+        ("tests/serving/server/test_history.py",), "an idle server seems to be full",
+    ),
+    Mutant(
         "a stalled stream keeps its place under load", "schema", "serving/server/write_limit.py",
         "if is_busy or seconds", "if seconds",
         ("tests/serving/hazards/test_slow_readers.py",), "all others wait for who does not read",
