@@ -7,6 +7,11 @@ from io import FileIO
 from pathlib import Path
 
 
+def private(path: str, flags: int) -> int:
+    """The `opener` of files that nobody else may read."""
+    return os.open(path, flags, 0o600)
+
+
 def append(file: FileIO, record: bytes) -> None:
     """Write all of a record, or nothing where the disk is full. Raises OSError."""
     end, rest = os.fstat(file.fileno()).st_size, record

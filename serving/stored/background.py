@@ -58,6 +58,11 @@ class Background:
             elif (owner, job.name) not in self._jobs:
                 self._begin(job, Context())
 
+    @property
+    def num_open(self) -> int:
+        """Responses that have not ended."""
+        return len(self._jobs)
+
     async def close(self) -> None:
         """Stop; what has not ended is asked for again by the next process."""
         tasks = [job.task for job in self._jobs.values() if job.task is not None]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.server.errors import ServeError, internal_error
-from serving.stored.appended import append, whole_records
+from serving.stored.appended import append, private, whole_records
 from serving.stored.batch_lines import (
     Line,
     Problem,
@@ -173,8 +173,8 @@ async def _outputs(job: Job) -> AsyncIterator[Write]:
     """What appends records to the two files, one after another, on a thread."""
     loop, thread = asyncio.get_running_loop(), ThreadPoolExecutor(1, thread_name_prefix="batch")
     with (
-        job.output(False).open("ab", buffering=0) as good,
-        job.output(True).open("ab", buffering=0) as bad,
+        open(job.output(False), "ab", buffering=0, opener=private) as good,
+        open(job.output(True), "ab", buffering=0, opener=private) as bad,
     ):
 
         async def write(is_error: bool, record: bytes) -> None:

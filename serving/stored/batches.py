@@ -43,6 +43,12 @@ class Batches:
             if document["batch"]["status"] not in ENDED:
                 self._begin(owner, document)
 
+    @property
+    def num_lines(self) -> int:
+        """Lines of batches that run which have no record."""
+        counts = [job.batch["request_counts"] for job in self._jobs.values()]
+        return sum(c["total"] - c["completed"] - c["failed"] for c in counts)
+
     async def close(self) -> None:
         """Stop; what has not ended goes on in the next process."""
         self._running = None

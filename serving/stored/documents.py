@@ -145,6 +145,7 @@ class Documents:
     def __init__(self, path: Path | None, most_bytes: int | None):
         self._connection = _open(path)
         self._shelf = Shelf(self._connection, most_bytes)
+        self.num_bytes = self._shelf.num_bytes.total()  # for any thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="documents")
 
     async def run[T](self, function: Callable[[Shelf], T]) -> T:
@@ -159,7 +160,9 @@ class Documents:
     def _transact[T](self, function: Callable[[Shelf], T]) -> T:
         try:
             with self._connection:
-                return function(self._shelf)
+                value = function(self._shelf)
+            self.num_bytes = self._shelf.num_bytes.total()
+            return value
         except sqlite3.Error as error:
             self._recover()
             logger.error("the store fails: %s", error)

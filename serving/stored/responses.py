@@ -93,6 +93,11 @@ class StoredResponses:
     def __init__(self, documents: Documents, most_bytes: int):
         self._documents, self._most = documents, most_bytes
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept, conversations too."""
+        return self._documents.num_bytes
+
     async def begin(self, owner: str, request_id: str, values: Any) -> Exchange:
         """The body with the items of what it refers to before its own. Raises `ServeError`."""
         if not isinstance(values, dict):

@@ -2,7 +2,7 @@
 
 import asyncio
 import importlib.util
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from serving.stored.conversations import Conversations
 from serving.stored.documents import Documents
 from serving.stored.files import Files
 from serving.stored.responses import Memory, NoResponses, StoredResponses
+from shiftjax.metric import Metric, gauge
 from shiftjax.options import ConfigError, num_bytes_of
 
 RESPONSES_FILE, FILES_FILE = "responses.db", "files.db"
@@ -79,7 +80,21 @@ def when_ready(service: Service, start: Callable[[], Coroutine[Any, Any, None]])
 
 def open_kept(service: Service) -> Kept:
     """What the service keeps, until it closes. Raises ConfigError for a folder of no use."""
-    return Kept(_open_talks(service), _open_store(service))
+    kept = Kept(_open_talks(service), _open_store(service))
+    service.metrics.collectors.append(lambda: metrics(kept))
+    return kept
+
+
+def metrics(kept: Kept) -> Iterator[Metric]:
+    """What is kept, and what is to be done; nothing of what is off."""
+    if (talks := kept.maybe_talks) is not None:
+        text = "Bytes of responses and conversations that are kept."
+        yield gauge("stored_response_bytes", text, talks.responses.num_bytes)
+        text = "Responses in the background that have not ended."
+        yield gauge("num_background_responses", text, talks.background.num_open)
+    if (store := kept.maybe_store) is not None:
+        text = "Lines of batches that have no answer yet."
+        yield gauge("num_batch_lines_waiting", text, store.batches.num_lines)
 
 
 def _open_talks(service: Service) -> Talks | None:

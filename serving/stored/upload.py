@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.server.errors import ServeError, invalid
+from serving.stored.appended import private
 
 MAX_PARTS = 8
 MAX_FIELD_BYTES = 1024
@@ -43,7 +44,7 @@ class Upload:
         self.filename = ""
         self.num_bytes = 0
         self._path, self._most = path, most
-        self._file = path.open("xb")
+        self._file = open(path, "xb", opener=private)  # noqa: SIM115
         self._has_file = self._is_whole = False
         self._num_parts = 0
         self._header = {"name": b"", "value": b""}

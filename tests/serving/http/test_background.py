@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from kit import is_error, running_server
+from kit import is_error, metric_total, metric_values, running_server
 
 RESPONSES = "/v1/responses"
 ONE, OTHER = ({"authorization": f"Bearer {key}"} for key in ("key-one", "key-other"))
@@ -77,6 +77,9 @@ def test_it_is_cancelled(server, client):
 def test_it_is_deleted_while_it_runs(server, client):
     server.runner.step_seconds = 0.02
     running = begin(client, max_output_tokens=200)
+    values = metric_values(client)
+    assert metric_total(values, "shiftjax:num_background_responses") == 1
+    assert 1000 < metric_total(values, "shiftjax:stored_response_bytes") < 1 << 20
     path = f"{RESPONSES}/{running['id']}"
     assert client.delete(path).json()["deleted"] is True
     is_error(client.get(path), 404)

@@ -3,9 +3,10 @@
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from kit import CHAT, COMPLETION, is_error, running_server
+from kit import CHAT, COMPLETION, is_error, metric_total, metric_values, running_server
 
 FILES, BATCHES = "/v1/files", "/v1/batches"
 ONE, OTHER = ({"authorization": f"Bearer {key}"} for key in ("key-one", "key-other"))
@@ -69,9 +70,15 @@ def records(client, name: str | None) -> dict[str, dict]:
     return {record["custom_id"]: record for record in map(json.loads, lines)}
 
 
-def test_a_file_comes_and_goes(client):
+def contents(server) -> list[Path]:
+    return [*Path(server.service.options.files_dir).joinpath("content").iterdir()]
+
+
+def test_a_file_comes_and_goes(server, client):
     content = b'{"a": 1}\n' * 300
     file = upload(client, content, "some.jsonl").json()
+    (path,) = contents(server)
+    assert path.stat().st_mode & 0o777 == 0o600
     assert (file["bytes"], file["filename"], file["purpose"]) == (2700, "some.jsonl", "batch")
     path = f"{FILES}/{file['id']}"
     assert client.get(path).json() == file
@@ -194,6 +201,8 @@ def test_clients_go_before_lines(server, client):
     batch = begin(client, jsonl(*[BODY | {"max_tokens": 100, "priority": 3}] * 60))
     server.wait_until(lambda: server.num_running() >= 8)
     assert server.num_running() == 8
+    waiting = metric_total(metric_values(client), "shiftjax:num_batch_lines_waiting")
+    assert 40 < waiting <= 60
     requests = [each.request for each in server.engine.handles.values()]
     assert {each.priority for each in requests} == {(1 << 20) + 3}
     started = time.monotonic()
