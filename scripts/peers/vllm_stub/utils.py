@@ -23,7 +23,7 @@ class RemoteOpenAIServer:
 
     DUMMY_API_KEY = "token-abc123"
 
-    def __init__(self, model: str, args: Sequence[str], **_: Any):
+    def __init__(self, model: str, args: Sequence[str], *, env_dict: Any = None, **_: Any):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.host, self.port = free.getsockname()
@@ -31,7 +31,7 @@ class RemoteOpenAIServer:
         python, ours = os.environ["SHIFTJAX"], os.environ["OURS"]
         command = [python, "-m", "shiftjax", "serve", "smollm2-135m", *args, *names]
         command += [*os.environ["SMALL"].split(), "--port", str(self.port), "--no-grpc"]
-        environ = os.environ | {"PYTHONPATH": ours, "JAX_PLATFORMS": "cpu"}
+        environ = os.environ | {"PYTHONPATH": ours, "JAX_PLATFORMS": "cpu"} | (env_dict or {})
         with tempfile.NamedTemporaryFile("w", delete=False) as log:
             self.proc = subprocess.Popen(command, env=environ, cwd=ours, stdout=log, stderr=log)
         self._wait(log.name)
