@@ -39,7 +39,8 @@ from serving.run.listeners import Server
 from serving.run.serve import GIL_SECONDS
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
-from serving.server.service import ServedModel, Service
+from serving.server.served import ServedModel
+from serving.server.service import Service
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import StepOutput
 from shiftjax.sim.echo import EchoRunner

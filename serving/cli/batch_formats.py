@@ -18,7 +18,8 @@ from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.responses import Writer
 from serving.server.schema import Wish
-from serving.server.service import Generation, Service
+from serving.server.served import Generation
+from serving.server.service import Service
 from shiftjax.options import ConfigError, shown
 from shiftjax.outputs import CompletionOutput, RequestOutput
 

@@ -12,7 +12,8 @@ from serving.server.dialects.responses_api import NAMES, read_response
 from serving.server.dialects.responses_api_writer import response_of
 from serving.server.errors import ServeError
 from serving.server.json_body import parse_json
-from serving.server.service import Generation, Service
+from serving.server.served import Generation
+from serving.server.service import Service
 from serving.stored.background import Ask
 from serving.stored.documents import owner_now
 from serving.stored.setup import Kept, when_ready

@@ -16,7 +16,7 @@ from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta
 from serving.server.responses import Writer
 from serving.server.schema import Wish, read_chat, read_completion
-from serving.server.service import Generation
+from serving.server.served import Generation
 from shiftjax.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

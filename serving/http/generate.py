@@ -16,7 +16,8 @@ from serving.server.dialects.asked import renamed
 from serving.server.errors import ServeError, internal_error, invalid
 from serving.server.handle import Delta
 from serving.server.json_body import parse_json
-from serving.server.service import Generation, Service
+from serving.server.served import Generation
+from serving.server.service import Service
 from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
 from serving.stored.documents import owner_now

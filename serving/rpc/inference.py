@@ -17,7 +17,8 @@ from serving.server.embedding import embed
 from serving.server.errors import ServeError, invalid
 from serving.server.json_body import MAX_VALUES
 from serving.server.schema import read_chat, read_completion
-from serving.server.service import Generation, ServedModel, Service
+from serving.server.served import Generation, ServedModel
+from serving.server.service import Service
 from serving.server.waiting import Place, tell_the_wait
 from serving.server.write_limit import WriteLimit
 

@@ -7,7 +7,7 @@ from serving.server.handle import Delta, RequestHandle
 from serving.server.pieces import CallArguments, CallBegin, Parser, Piece, Reasoning, Text
 from serving.server.request_timeline import timeline_of
 from serving.server.responses import is_own_end, text_of, usage
-from serving.server.service import Generation
+from serving.server.served import Generation
 from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 

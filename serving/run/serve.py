@@ -29,7 +29,8 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents, check_kv_events, open_kv_events
 from serving.server.options import ServerOptions, names_of
-from serving.server.service import ServedModel, Service
+from serving.server.served import ServedModel
+from serving.server.service import Service
 from serving.server.start_phases import Phases
 from serving.traces.plug import check_traces, plug_traces
 from shiftjax.config import EngineConfig

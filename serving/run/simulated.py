@@ -8,7 +8,7 @@ from pathlib import Path
 from serving.run.model_config import hub_of, model_of
 from serving.run.start import chat_template
 from serving.server.options import ServerOptions, check_server, names_of
-from serving.server.service import ServedModel
+from serving.server.served import ServedModel
 from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine

@@ -19,7 +19,7 @@ from serving.server.pieces import (
     Text,
 )
 from serving.server.request_timeline import asked_timeline
-from serving.server.service import Generation
+from serving.server.served import Generation
 from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, echoed, given_ids, prompt_ids
 from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput

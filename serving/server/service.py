@@ -3,10 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,85 +20,23 @@ from serving.server.errors import ServeError, invalid
 from serving.server.features import feature_metrics
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
-from serving.server.handle import RequestHandle
 from serving.server.json_body import read
 from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
-from serving.server.pieces import Parser, PlainParser
 from serving.server.prompts import Prompts, template_variables
 from serving.server.quotas import CALLER, Quotas
 from serving.server.schema import Wish, fitting, prompts_of, with_server_defaults
+from serving.server.served import Generation, ServedModel
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
 from serving.server.timeline import Targets, Timeline
 from serving.server.tools import checked_functions, read_calls
 from shiftjax.core.request import Request, SamplingParams, derive_seed
-from shiftjax.text.chat import ChatTemplate
-from shiftjax.text.embedding_inputs import InputReader
 from shiftjax.text.token_rules import ruled
-from shiftjax.text.tokenizer import Tokenizer
 
 TEXT_THREADS = 2  # for texts that come and answers that go
 INLINE_LOGPROBS = 4096  # responses with up to this many are written on the event loop: a
 # million would keep it busy for seconds
-
-
-@dataclass(frozen=True)
-class ServedModel:
-    """A model that is loaded and compiled."""
-
-    names: tuple[str, ...]  # as requests may call it; the first is what responses say
-    tokenizer: Tokenizer | None
-    template: ChatTemplate | None
-    info: Mapping[str, str] = field(default_factory=dict)  # labels of the metric config_info
-    num_programs: int = 0  # compiled before the first request
-    num_compiles: Callable[[], int] = lambda: 0  # since then
-    reader: InputReader | None = None  # of an encoder's inputs
-    attention: Mapping[str, str] = field(default_factory=dict)  # implementation -> why it is used
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, by field
-    simulated: str = ""  # the machine that its devices are simulated of; "": they are real
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    @property
-    def task(self) -> str:
-        """What it does: generate or embed."""
-        return "generate" if self.reader is None else "embed"
-
-    @property
-    def name(self) -> str:
-        """The name in responses."""
-        return self.names[0]
-
-
-@dataclass
-class Generation:
-    """The requests of one call, a handle per prompt; use it as a context manager."""
-
-    id: str
-    wish: Wish
-    model: str
-    handles: list[RequestHandle]
-    parser: Callable[[], Parser] = PlainParser  # makes one for each continuation
-    created: int = field(default_factory=lambda: int(time.time()))
-    lent: ExitStack = field(default_factory=ExitStack)  # what is given back when it is closed
-
-    def cancel(self) -> None:
-        """Cancel every handle of the generation: the client has disconnected."""
-        for handle in self.handles:
-            handle.cancel()
-
-    def __enter__(self) -> "Generation":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        with self.lent:
-            for handle in self.handles:
-                handle.close()
-
-    @property
-    def holds_sequences(self) -> bool:
-        """Whether the engine has work to do for it."""
-        return not all(handle.is_ended for handle in self.handles)
 
 
 class Service:

@@ -16,7 +16,7 @@ from serving.server.fields import ChatFields
 from serving.server.handle import RequestHandle
 from serving.server.request_timeline import timeline_of
 from serving.server.schema import Wish
-from serving.server.service import Generation
+from serving.server.served import Generation
 from serving.server.trace_context import TRACE, TraceContext
 
 Value = str | bool | int | float | list[str]

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from in_thread import InThread, server_in_thread
 
 from serving.server.async_embedder import AsyncEmbedder
-from serving.server.service import ServedModel, Service
+from serving.server.served import ServedModel
+from serving.server.service import Service
 from shiftjax.embed.embed_engine import EmbedRunner
 from shiftjax.text.embedding_inputs import InputReader
 

@@ -21,7 +21,8 @@ from tokenizers import AddedToken
 from serving.cli.main import main
 from serving.server.async_engine import AsyncEngine
 from serving.server.kv_events import KvEvents
-from serving.server.service import ServedModel, Service
+from serving.server.served import ServedModel
+from serving.server.service import Service
 from serving.traces.plug import plug_traces
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane

@@ -3,7 +3,7 @@
 from serving.server.handle import Delta, RequestHandle
 from serving.server.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
 from serving.server.schema import Wish
-from serving.server.service import Generation
+from serving.server.served import Generation
 from shiftjax.core.request import Event, Request
 from shiftjax.outputs import OutputAssembler
 

@@ -14,7 +14,7 @@ from serving.server.dialects.messages import NO_THREADS
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.request_timeline import asked_timeline
-from serving.server.service import Generation
+from serving.server.served import Generation
 from shiftjax.text.tokenizer import Tokenizer
 
 # By the status of HTTP; all others are wrong requests, or failures of the server.

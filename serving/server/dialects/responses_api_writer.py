@@ -16,7 +16,7 @@ from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter
 from serving.server.request_timeline import asked_timeline
-from serving.server.service import Generation
+from serving.server.served import Generation
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
 
