@@ -32,6 +32,7 @@ from serving.run.flags import (
     parse_args,
     settle,
 )
+from serving.run.foreign_commands import translated_command
 from serving.run.start import StartError
 from shiftjax.config import SETTINGS
 from shiftjax.core.errors import RequestError
@@ -45,7 +46,7 @@ OK, FAILED, USAGE, NO_MODEL, INTERRUPTED = 0, 1, 2, 3, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code (see `EXIT_CODES`)."""
-    return guarded(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+    return guarded(lambda: _run(translated_command(sys.argv[1:] if argv is None else argv)))
 
 
 def guarded(action: Callable[[], int]) -> int:
@@ -181,6 +182,7 @@ def _add_batch(subparsers: Any) -> None:
     parser.add_argument("--format", choices=("openai", "plain"), default="openai", help=text)
     add_sampling_flags(parser)
     add_config_flags(parser)
+    add_server_flags(parser, "served_model_name", "strict")
 
 
 def _add_embed(subparsers: Any) -> None:

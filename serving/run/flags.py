@@ -65,9 +65,10 @@ def add_model_word(parser: argparse.ArgumentParser, *words: str) -> None:
     parser.set_defaults(words=words)
 
 
-def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of ServerOptions."""
-    _add_flags(parser.add_argument_group("server settings"), SERVER_SETTINGS.values())
+def add_server_flags(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add a flag for every field of ServerOptions, or for those of these names."""
+    settings = [SERVER_SETTINGS[name] for name in names or SERVER_SETTINGS]
+    _add_flags(parser.add_argument_group("server settings"), settings)
 
 
 def add_fleet_flags(parser: argparse.ArgumentParser) -> None:

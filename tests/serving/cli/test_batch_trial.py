@@ -8,6 +8,7 @@ from batch_kit import encoded
 from engines import checkpoint
 
 from serving.cli.main import main
+from serving.run.foreign_commands import translated_command
 
 GOOD = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
 FLAGS = ["--sp=1", "--tp=1", "--dtype=float32", "--block-size=4", "--max-model-len=64"]
@@ -25,6 +26,10 @@ class Batch:
         self.source.write_bytes(b"".join(encoded(*lines)))
         command = ["batch", str(checkpoint()[0]), str(self.source), f"--output={self.output}"]
         return main([*command, *FLAGS, *flags, *(["--resume"] if resume else [])])
+
+    def run_as_vllm(self, *flags: str) -> int:
+        files = ["-i", str(self.source), f"--output-file={self.output}"]
+        return main(["run-batch", *files, "--model", str(checkpoint()[0]), *FLAGS, *flags])
 
     @property
     def records(self) -> list[dict]:
@@ -108,3 +113,28 @@ def test_a_run_without_an_answer_is_none_when_it_is_resumed(batch, unloaded):
     assert batch.run(wrong) == 1
     assert batch.run(wrong, resume=True) == 1
     assert batch.run(wrong, wrong, resume=True) == 1
+
+
+@pytest.mark.costs(12)
+def test_the_command_of_vllm_runs_lines_that_name_the_served_model(batch, capsys):
+    batch.source.write_bytes(b"".join(encoded(GOOD | {"model": "mine"}, GOOD | {"model": "x"})))
+    assert batch.run_as_vllm("--served-model-name=mine") == 0
+    assert [record["error"] is None for record in batch.records] == [True, False]
+    batch.output.unlink()
+    assert batch.run_as_vllm("--served-model-name=yours") == 1
+    said = capsys.readouterr().err
+    assert "There is no model 'mine': it is called yours." in said and "and 1 more" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("run-batch -i a -o b --model m", "batch a --output b --model m"),
+        ("run-batch --model m --output-file=b --input-file=a", "batch a --model m --output b"),
+        ("run-batch -i", "batch"),
+        ("batch -i a", "batch -i a"),
+        ("", ""),
+    ],
+)
+def test_words_of_the_command_of_vllm(words, expected):
+    assert translated_command(words.split()) == expected.split()
