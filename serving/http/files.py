@@ -45,6 +45,8 @@ def file_routes(service: Service, kept: Kept) -> list[Described]:
     async def content(request: Request) -> Response:
         about = await kept.store.files.get(owner_now(), request.path_params["id"])
         path = kept.store.files.path(about["id"])
+        if not await asyncio.to_thread(path.exists):
+            raise ServeError("internal", "The file is lost.", code="storage_failed")
         return FileResponse(path, media_type="application/octet-stream", filename=about["filename"])
 
     async def delete(request: Request) -> Response:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from serving.server.errors import ServeError, internal_error
 from serving.stored.appended import append, private, whole_records
 from serving.stored.batch_lines import (
@@ -125,7 +127,7 @@ async def run(job: Job, call: Call, gate: Gate) -> None:
     ON_BEHALF.set(job.owner)
     try:
         await _run(job, call, gate)
-    except (OSError, FullError) as error:
+    except (OSError, FullError, msgspec.MsgspecError) as error:  # the last: of a damaged file
         logger.error("%s fails: %s", job.batch["id"], error or "the disk is full")
         await _fail(job, [Problem("storage_failed", None, "The server's disk failed.")])
     except Exception:

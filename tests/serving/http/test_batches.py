@@ -1,6 +1,7 @@
 """Files and batches over HTTP: what they come to, who sees what, and what is refused."""
 
 import json
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -371,3 +372,49 @@ def test_a_restart_goes_on_where_it_was(tmp_path):
         assert not (tmp_path / "incoming" / "left").exists()
         assert not (tmp_path / "content" / "stray").exists()
         assert client.get(f"{FILES}/{batch['input_file_id']}/content").content == content
+
+
+def test_lines_that_were_not_asked_in_time_are_recorded(tmp_path):
+    options = {"grpc": False, "files_dir": str(tmp_path), "batch_requests": 1}
+    with running_server(**options, drain_seconds=0.0) as server, server.client() as client:
+        server.runner.step_seconds = 0.02
+        batch = begin(client, jsonl(*[BODY | {"max_tokens": 20}] * 8))
+        while wait(client, batch, "in_progress")["request_counts"]["completed"] < 2:
+            time.sleep(0.01)
+    with sqlite3.connect(tmp_path / "files.db") as database:  # as if a day had passed
+        query = "UPDATE documents SET body = CAST(replace(body, ?, ?) AS BLOB) WHERE id = ?"
+        names = f'"expires_at":{batch["expires_at"]}', '"expires_at":1', batch["id"]
+        assert database.execute(query, names).rowcount == 1
+    database.close()
+    with running_server(**options) as server, server.client() as client:
+        batch = wait(client, batch)
+        counts = batch["request_counts"]
+        assert batch["status"] == "expired" and batch["expired_at"]
+        assert counts["completed"] >= 2 and counts["completed"] + counts["failed"] == 8
+        late = records(client, batch["error_file_id"])
+        assert len(late) == counts["failed"]
+        assert all(each["response"] is None for each in late.values())
+        assert {each["error"]["code"] for each in late.values()} == {"batch_expired"}
+        assert len(records(client, batch["output_file_id"])) == counts["completed"]
+
+
+def test_files_that_are_damaged_or_lost_are_errors_of_their_own(tmp_path):
+    options = {"grpc": False, "files_dir": str(tmp_path), "batch_requests": 1}
+    content = tmp_path / "content"
+    with running_server(**options, drain_seconds=0.0) as server, server.client() as client:
+        file = upload(client, b"x").json()["id"]
+        (content / file).unlink()
+        is_error(client.get(f"{FILES}/{file}/content"), 500)
+        assert client.delete(f"{FILES}/{file}").status_code == 200
+        server.runner.step_seconds = 0.02
+        batch = begin(client, jsonl(*[BODY | {"max_tokens": 20}] * 8))
+        while wait(client, batch, "in_progress")["request_counts"]["completed"] < 2:
+            time.sleep(0.01)
+    (largest, *_) = sorted(content.iterdir(), key=lambda path: -path.stat().st_mtime_ns)
+    damaged = b"\xff" * 20 + largest.read_bytes()[20:]
+    largest.write_bytes(damaged)
+    with running_server(**options) as server, server.client() as client:
+        batch = wait(client, batch)
+        assert batch["status"] == "failed"
+        assert batch["errors"]["data"][0]["code"] == "storage_failed"
+        assert wait(client, begin(client, jsonl(BODY)))["status"] == "completed"
