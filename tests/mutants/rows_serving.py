@@ -120,7 +120,7 @@ SCHEMA_ROWS = (
     ),
     Mutant(
         "a hint is dropped without a word", "schema", "serving/server/hints.py",
-        "told += [name] * (nested is not None and not is_same(nested, harmless))", "pass",
+        "told.append(place + name)", "pass",
         ("tests/serving/server/test_hints.py",), "clients believe that an option has an effect",
     ),
     Mutant(

@@ -4,6 +4,7 @@ import pytest
 from kit import CHAT, USER, byte_tokenizer, running_server
 from scripted import say, scripted_server
 
+from serving.server.errors import ServeError
 from serving.server.hints import take_hints
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -141,6 +142,10 @@ def _plain(path: str) -> dict:
 
 def test_hints_are_found_by_their_paths():
     table = {"a": (1,), "b.c": (), "d": (False,)}
-    body = {"a": 1, "b": {"c": 2, "e": 3}, "d": 0, "f": 4}
+    body = {"a": 1, "b": {"c": 2, "e": 3}, "d": True, "f": 4}
     assert take_hints(body, table) == ({"b": {"e": 3}, "f": 4}, ("b.c", "d"))
+    for wrong in ({"d": 0}, {"a": "1"}, {"b": {"c": "x" * 257}}):
+        with pytest.raises(ServeError) as caught:
+            take_hints(wrong, table)
+        assert caught.value.param == ("b.c" if "b" in wrong else next(iter(wrong)))
     assert take_hints([1], table) == ([1], ())
