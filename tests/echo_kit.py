@@ -249,6 +249,8 @@ def make_request(name: str, prompt: list[int], arrival: float = 0.0, **sampling)
 class Alternating:
     """Tokens must be even, odd, even ...; after `most` tokens nothing may follow."""
 
+    decides_end = True
+
     def __init__(self, most: int = 10**6, breaks_at: int = 10**6):
         self.accepted: list[int] = []
         self.most, self.breaks_at = most, breaks_at
