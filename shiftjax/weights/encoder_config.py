@@ -58,9 +58,9 @@ def parse_encoder(fields: Fields, name: str, architecture: str) -> ModelConfig:
         bos_token_id=special[0][0] if special[0] else None,
         eos_token_ids=special[1],
         encoder=Encoder(
-            num_token_types=fields.count("type_vocab_size", 2),
+            num_token_types=fields.count("type_vocab_size"),
             position_offset=offset,
-            layer_norm_eps=fields.positive("layer_norm_eps", 1e-12),
+            layer_norm_eps=fields.positive("layer_norm_eps"),
             num_labels=num_labels_of(fields),
         ),
     )

@@ -68,9 +68,9 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     if architecture not in DECODERS and architecture not in ENCODERS:
         known = ", ".join([*DECODERS, *ENCODERS, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
-    if architecture in ENCODERS:
-        return parse_encoder(Fields(data, file), name, architecture)
     fields = Fields(defaults_of(architecture).fill(data), file)
+    if architecture in ENCODERS:
+        return parse_encoder(fields, name, architecture)
     _refuse_unsupported(fields, architecture)
     method = parse_method(fields)
     bos = fields.token_ids("bos_token_id")

@@ -41,7 +41,8 @@ CASES += [
 ]
 
 
-QUICK = [case for case in CASES if case[:2] in {("llama", 2), ("gemma3_text", 2), ("qwen3", 3)}]
+QUICK_ONES = {("llama", 2), ("gemma3_text", 2), ("qwen3", 3), ("llama4_text", 2)}
+QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """All mutants. To add some: a row in the module of their kind, or one more module here."""
 
+from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
@@ -7,4 +8,4 @@ from rows_serving import ROWS as SERVING
 from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
-MUTANTS = (*CONTROL, *DEVICE, *COSTS, *SERVING, *STORED, *TIME)
+MUTANTS = (*CONFIGS, *CONTROL, *DEVICE, *COSTS, *SERVING, *STORED, *TIME)

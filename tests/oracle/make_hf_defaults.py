@@ -29,9 +29,10 @@ ROOT = Path(__file__).parent.parent.parent
 FILE = ROOT / "shiftjax" / "weights" / "hf_defaults.json"
 # Of training, of padding, of what is returned: they change no token.
 NO_MATTER = re.compile(
-    r"use_cache|pad_token_id|pretraining_tp|output_\w+|initializer_\w+|\w*dropout|\w+_pdrop"
+    r"use_cache|pad_token_id|pretraining_tp|output_\w+|initializer_\w+|\w*dropout\w*|\w+_pdrop"
     r"|router_\w+|layerdrop|moe_layer_start\w*_coef"
 )
+ENCODERS = ("bert", "roberta", "xlm-roberta")
 # Other sizes, which show what is derived from them.
 OTHER = {"hidden_size": 15, "num_attention_heads": 3, "num_hidden_layers": 3}
 
@@ -42,7 +43,7 @@ def model_types() -> list[str]:
     assert spec and spec.loader
     traits = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(traits)
-    return [name for name in traits.DECODERS if name in CONFIG_MAPPING]
+    return [name for name in (*traits.DECODERS, *ENCODERS) if name in CONFIG_MAPPING]
 
 
 def defaults_of(model_type: str) -> dict[str, Any]:

@@ -55,6 +55,10 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the names and contents of the files, in both layouts."""
     for path in sorted(DATA.glob("parity/*/config.json")):
         yield from in_layouts(path.parent.name, json.loads(path.read_text()))
+    for name in ("bert", "xlm-roberta"):
+        data = json.loads((DATA / "encoders" / name / "config.json").read_text())
+        yield name, data
+    yield "roberta", data | {"model_type": "roberta"}
     for name, (base, changes) in CHANGED.items():
         data = json.loads((DATA / "parity" / base / "config.json").read_text()) | changes
         yield from in_layouts(name, {key: data[key] for key in data if data[key] is not ...})

@@ -272,7 +272,7 @@ def test_layers_that_draft_are_left_out(tmp_path):
 
 
 LLAMA_CPP = json.loads((PARITY.parent / "llama_cpp_logprobs.json").read_text())
-QUICK = ["gpt-oss wide", "granite", "glm4moe"]
+QUICK = ["gpt-oss wide", "granite", "glm4moe", "cohere2"]
 
 
 @pytest.mark.parametrize("case", quick(list(FAMILIES), *QUICK))
