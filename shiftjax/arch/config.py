@@ -157,6 +157,8 @@ class ModelConfig:
     embedding_scale: float = 1.0  # embeddings times this (Granite)
     residual_scale: float = 1.0  # what attention and MLP add to the residual, times this (Granite)
     logit_scale: float = 1.0  # logits times this (Granite, Cohere)
+    # Queries at a position p are times 1 + beta * log(1 + p // context) (Ministral 3).
+    query_growth: tuple[float, int] | None = None  # beta, context
     query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # cap * tanh(score / cap) (Gemma 2)
     logit_soft_cap: float | None = None  # the same of logits

@@ -33,6 +33,7 @@ DECODERS: dict[str, Decoder] = dict(
         "llama": Decoder("LlamaForCausalLM"),
         "llama_swiftkv": Decoder("LlamaSwiftKVForCausalLM"),
         "mistral": Decoder("MistralForCausalLM"),
+        "ministral3": Decoder("Ministral3ForCausalLM"),
         "qwen2": Decoder("Qwen2ForCausalLM"),
         "qwen3": Decoder("Qwen3ForCausalLM", {"qk_norm": True}),
         "qwen2_moe": Decoder("Qwen2MoeForCausalLM"),

@@ -19,6 +19,7 @@ class Rope(NamedTuple):
 
     cos: Float[Array, "tokens half"]
     sin: Float[Array, "tokens half"]
+    query_gain: Float[Array, " tokens"] | None = None  # of models whose queries grow
 
 
 class LogitRows(NamedTuple):
@@ -129,7 +130,17 @@ def _rope_table(
     frequencies = rope_frequencies(theta, scaling, rotary_dim(config), longest)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
     gain = 1.0 if scaling is None else scaling.attention_factor
-    return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles))
+    return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles), _query_gain(positions, config))
+
+
+def _query_gain(
+    positions: Int[Array, " tokens"], config: ModelConfig
+) -> Float[Array, " tokens"] | None:
+    """Return what queries are multiplied by; see `ModelConfig.query_growth`."""
+    if config.query_growth is None:
+        return None
+    beta, context = config.query_growth
+    return 1 + beta * jnp.log1p((positions // context).astype(jnp.float32))
 
 
 def apply_rope(
@@ -146,7 +157,7 @@ def apply_rope(
         first, second = wide[..., 0::2], wide[..., 1::2]
     else:
         first, second = jnp.split(wide, 2, axis=-1)
-    cos, sin = (table[:, None] for table in rope)
+    cos, sin = rope.cos[:, None], rope.sin[:, None]
     parts = first * cos - second * sin, second * cos + first * sin
     if interleaved:
         rotated = jnp.stack(parts, axis=-1).reshape(wide.shape)

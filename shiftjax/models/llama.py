@@ -119,7 +119,7 @@ class Attention(Part):
         elif self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
             k = norm(k, self.k_norm[...], self.config)
-        q, k = self._rotated(q, context), self._rotated(k, context)
+        q, k = self._grown(self._rotated(q, context), context), self._rotated(k, context)
         if self.config.qk_unit_norm and self.kind.has_rope:
             q, k = (unit_norm(x, self.config.rms_norm_eps) for x in (q, k))
         q, k, v = parallel.scatter_heads(q, k, v)
@@ -144,8 +144,21 @@ class Attention(Part):
         config, kind = self.config, self.kind
         if not kind.has_rope:
             return x
-        rope = context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
-        return apply_rope(x, rope, interleaved=config.rope_interleaved)
+        return apply_rope(x, self._rope(context), interleaved=config.rope_interleaved)
+
+    def _rope(self, context: Context) -> Rope:
+        config, kind = self.config, self.kind
+        return context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
+
+    def _grown(
+        self, q: Float[Array, "tokens heads head_dim"], context: Context
+    ) -> Float[Array, "tokens heads head_dim"]:
+        """Multiply queries by what their positions ask for, in models that do."""
+        if self.config.query_growth is None:
+            return q
+        gain = self._rope(context).query_gain
+        assert gain is not None
+        return q * gain[:, None, None].astype(q.dtype)
 
     def _normed_together(
         self,

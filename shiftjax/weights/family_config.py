@@ -21,7 +21,8 @@ _LIKE_LLAMA = _Biases(mlp="mlp_bias")
 _NONE = _Biases(None, None)
 _BIASES = {
     **dict.fromkeys(("llama", "llama_swiftkv", "granite", "smollm3"), _LIKE_LLAMA),
-    **dict.fromkeys(("mistral", "mixtral", "phi3", "exaone4", "minimax_m2"), _NONE),
+    **dict.fromkeys(("mistral", "ministral3", "mixtral", "phi3"), _NONE),
+    **dict.fromkeys(("exaone4", "minimax_m2"), _NONE),
     **dict.fromkeys(("glm", "glm4", "glm4_moe"), _Biases(output=None)),
     "qwen2": _NONE,  # q, k and v always have one
     "qwen2_moe": _Biases("qkv_bias", None),

@@ -24,7 +24,11 @@ from shiftjax.weights.source import CheckpointError
 from shiftjax.weights.typed_fields import Fields, read_json
 
 # The text model of these is a part of the file, of an architecture of its own.
-_WITH_IMAGES = {"gemma3": "gemma3_text", "llama4": "llama4_text", "mistral3": "mistral"}
+_WITH_IMAGES = {
+    "gemma3": ("gemma3_text",),
+    "llama4": ("llama4_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
 _GEMMA = ("gemma2", "gemma3_text")
 
 
@@ -64,7 +68,8 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     """
     architecture = data.get("model_type")
     if architecture in _WITH_IMAGES:
-        data, architecture = _text_part(data, file, architecture), _WITH_IMAGES[architecture]
+        data = _text_part(data, file, architecture)
+        architecture = data.get("model_type", _WITH_IMAGES[architecture][0])
     if architecture not in DECODERS and architecture not in ENCODERS:
         known = ", ".join([*DECODERS, *ENCODERS, *_WITH_IMAGES])
         raise CheckpointError(f"{file}: model_type must be one of {known}, found {architecture!r}")
@@ -106,9 +111,10 @@ def _text_part(data: dict[str, Any], file: str, architecture: str) -> dict[str, 
     if not isinstance(text, dict):
         raise CheckpointError(f"{file}: text_config must be an object, found {text!r}")
     known = _WITH_IMAGES[architecture]
-    if text.get("model_type", known) != known:
-        found = text["model_type"]
-        raise CheckpointError(f"{file}: text_config: model_type must be {known}, found {found!r}")
+    found = text.get("model_type", known[0])
+    if found not in known:
+        words = f"model_type must be {' or '.join(known)}, found {found!r}"
+        raise CheckpointError(f"{file}: text_config: {words}")
     outside = ("bos_token_id", "eos_token_id", FIELD)
     return {name: data[name] for name in outside if data.get(name)} | text
 

@@ -22,6 +22,7 @@ class Defaults(NamedTuple):
     absent: Mapping[str, Any]  # by field; null: derived from other fields, or nothing
     null: frozenset[str]  # of these a null means the default, too
     aliases: Mapping[str, str]  # another name of a field -> the field
+    theta: float | None  # of rotary parameters that lack it; None: as `rope` says
 
     @property
     def rope(self) -> Mapping[str, Any]:
@@ -51,6 +52,6 @@ def defaults_of(architecture: str) -> Defaults:
 def _read() -> dict[str, Defaults]:
     text = resources.files("shiftjax.weights").joinpath(FILE).read_text(encoding="utf-8")
     return {
-        name: Defaults(row["absent"], frozenset(row["null"]), row["aliases"])
+        name: Defaults(row["absent"], frozenset(row["null"]), row["aliases"], row["theta"])
         for name, row in json.loads(text)["model_types"].items()
     }

@@ -15,8 +15,9 @@ from shiftjax.weights.typed_fields import Fields
 
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
 _LISTED_ROPES = ("smollm3", "llama4_text")
+_GROWTH = "llama_4_scaling_beta"
 FULL, SLIDING = "full_attention", "sliding_attention"
-_ALL_SLIDE = ("mistral", "mixtral", "phi3")
+_ALL_SLIDE = ("mistral", "ministral3", "mixtral", "phi3")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _MAY_SLIDE = (*_QWEN, "smollm3")  # where `use_sliding_window` says so
 # Every such layer sees everything; of some a file says which.
@@ -45,7 +46,8 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
         return LayerKind(reach, theta, scaling) if rotates else LayerKind(reach, has_rope=False)
 
     kinds = [kind(*each) for each in zip(has_window, has_rope, strict=True)]
-    return {"rotary_dim": rotary_dim, **kinds_as_fields(kinds)}
+    growth = _query_growth(fields, architecture)
+    return {"rotary_dim": rotary_dim, **growth, **kinds_as_fields(kinds)}
 
 
 def kinds_as_fields(kinds: list[LayerKind]) -> dict[str, Any]:
@@ -78,6 +80,10 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         data["rope_scaling"] = {"rope_type": "default"}  # a null means more
     if architecture in _PARTIAL:
         data["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
+    if config.query_growth is not None:
+        beta, original = config.query_growth
+        growth = {_GROWTH: beta, "original_max_position_embeddings": original}
+        data["rope_scaling"] = (data["rope_scaling"] or {"rope_type": "default"}) | growth
     scaling = roped[0].rope_scaling
     if architecture == "phi3" and scaling is not None:  # whose class has a default of this
         data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
@@ -170,11 +176,10 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int |
     parameters = _parameters(fields, FULL)
     if parameters is None:
         return (1.0, None), None
-    usual = _usual(architecture, FULL)
-    stretched = {name: usual[name] for name in usual if name not in _PLAIN}
-    inner = _inner(fields, parameters or stretched)
+    usual = defaults_of(architecture).theta or _usual(architecture, FULL)["rope_theta"]
+    inner = _inner(fields, parameters or _stretched(architecture))
     owner = inner if inner.has("rope_theta") else fields
-    theta = owner.positive("rope_theta", usual["rope_theta"])
+    theta = owner.positive("rope_theta", usual)
     rotary_dim = _rotary_dim(fields, inner, architecture, head_dim)
     return (theta, _scaling(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
 
@@ -197,6 +202,22 @@ def _usual(architecture: str, kind: str) -> Mapping[str, Any]:
     """Return the rotary parameters of a file without any, for layers of a kind."""
     rope = defaults_of(architecture).rope
     return rope.get(kind, rope)
+
+
+def _stretched(architecture: str) -> dict[str, Any]:
+    """Return those that are no part of older files outside of `rope_scaling`."""
+    usual, theta = _usual(architecture, FULL), defaults_of(architecture).theta
+    own = {"rope_theta": usual["rope_theta"]} if theta not in (None, usual["rope_theta"]) else {}
+    return {name: usual[name] for name in usual if name not in _PLAIN} | own
+
+
+def _query_growth(fields: Fields, architecture: str) -> dict[str, Any]:
+    """Return by how much queries grow with their positions."""
+    parameters = _parameters(fields, FULL) if architecture == "ministral3" else {}
+    inner = _inner(fields, parameters or _stretched(architecture))
+    if architecture != "ministral3" or not inner.has(_GROWTH):
+        return {}
+    return {"query_growth": (inner.positive(_GROWTH), _original(fields, inner))}
 
 
 def _local_theta(architecture: str) -> float:

@@ -19,11 +19,13 @@ ROWS = (
     Mutant(
         "aliases of fields are unknown", "configs", DEFAULTS,
         "self.aliases.get(name, name): data[name]", "name: data[name]",
-        (TEST_ABSENT,), "a model has 128 experts where its file says 8",
+        ("tests/weights/test_experts_loading.py",),
+        "a model has 128 experts where its file says 8",
     ),
     Mutant(
         "a file without rotary parameters is not stretched", "configs", LAYERS,
-        "_inner(fields, parameters or stretched)", "_inner(fields, parameters)",
+        "inner = _inner(fields, parameters or _stretched(architecture))\n    owner",
+        "inner = _inner(fields, parameters)\n    owner",
         (TEST_ABSENT,), "gpt-oss reads no context beyond 4,096 tokens",
     ),
     Mutant(
@@ -60,6 +62,12 @@ ROWS = (
         "the MLP reads what attention has added", "configs", LLAMA,
         "if not config.parallel_block:", "if True:",
         (TEST_GGUF,), "Command R is another model",
+    ),
+    Mutant(
+        "queries grow from the first position on", "configs", "shiftjax/models/layers.py",
+        "(positions // context)", "(positions / context)",
+        (f"{TEST_PARITY}::test_every_layer_equals_transformers[ministral3-2-2-mode18-alias]",),
+        "Ministral 3 is another model",
     ),
     Mutant(
         "residuals are added whole", "configs", LLAMA,

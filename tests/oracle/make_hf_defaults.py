@@ -10,6 +10,7 @@ For each model type:
               that is a constant; what it derives from other fields is null
     null      fields of which a null means the default, too
     aliases   other names of fields
+    theta     that of rotary parameters that lack it, where all layers have the same
 
 `rope_parameters` are those of a configuration that says nothing of rotary embeddings.
 """
@@ -72,7 +73,9 @@ def defaults_of(model_type: str) -> dict[str, Any]:
         elif name in declared:
             aliases[meant] = name
     absent = {name: found[name] if name in null else value for name, value in declared.items()}
-    return {"absent": absent, "null": null, "aliases": aliases}
+    theta = getattr(make, "default_theta", None)
+    theta = theta if isinstance(theta, float | int) else None
+    return {"absent": absent, "null": null, "aliases": aliases, "theta": theta}
 
 
 def main() -> None:

@@ -323,6 +323,19 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": LLAMA3_ROPE,
         },
     ),
+    "ministral3": (  # queries grow at 16 and 32 positions
+        "ministral3",
+        LEAST
+        | {
+            "rope_parameters": YARN_ROPE
+            | {
+                "original_max_position_embeddings": 16,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.4,
+            },
+        },
+    ),
 }
 
 

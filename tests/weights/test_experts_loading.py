@@ -72,6 +72,15 @@ def test_windows_are_those_of_transformers(name, windows):
     assert parse_config(to_json(config, "float32"), name, "f") == config
 
 
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("family", ["tiny-qwen3-moe", "tiny-mixtral"])
+def test_experts_are_counted_by_either_name(family, name):
+    data = to_json(PRESETS[family], "float32")
+    num = data.pop("num_experts", None) or data.pop("num_local_experts")
+    config = parse_config(data | {name: num}, PRESETS[family].name, "f")
+    assert config == PRESETS[family]
+
+
 def test_layers_of_qwen3_moe_that_would_differ_are_refused():
     kinds = {"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2}
     data = to_json(PRESETS["tiny-qwen3-moe"], "float32") | kinds
