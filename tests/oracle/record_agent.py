@@ -26,7 +26,9 @@ from kit import make_engine, running_server  # noqa: E402
 from scripted import TEMPLATES, ScriptedRunner, marked_tokenizer, say  # noqa: E402
 
 MOST = 60  # characters of a text that is kept
-_ID = re.compile(r"\b(?:[0-9a-f]{8}-(?:[0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{24,64})\b")
+_ID = re.compile(
+    r"(?<![0-9a-z])([0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}|[0-9a-f]{24,64})(?![0-9a-z])"
+)
 _LONG = 30  # seconds that an agent may take for a turn
 
 

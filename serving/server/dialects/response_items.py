@@ -82,6 +82,20 @@ class CallOutputItem(_Item, tag="function_call_output"):
     namespace: str | None = None
 
 
+class CustomCallItem(_Item, tag="custom_tool_call"):
+    """A call of a tool that takes a text."""
+
+    call_id: str
+    name: str
+    input: str
+    caller: Json | None = None
+    namespace: str | None = None
+
+
+class CustomCallOutputItem(CallOutputItem, tag="custom_tool_call_output"):
+    """What came of it."""
+
+
 class ReasoningItem(_Item, tag="reasoning"):
     """What the model thought before a message or a call."""
 
@@ -90,7 +104,9 @@ class ReasoningItem(_Item, tag="reasoning"):
     encrypted_content: str | None = None
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+Item = (
+    MessageItem | CallItem | CallOutputItem | CustomCallItem | CustomCallOutputItem | ReasoningItem
+)
 
 
 def turns_of(instructions: str | None, given: str | list[Item]) -> list[Json]:
@@ -124,6 +140,12 @@ def _add_call(turns: list[Json], item: CallItem) -> None:
     turn.setdefault("tool_calls", []).append(call)
 
 
+def _add_custom_call(turns: list[Json], item: CustomCallItem) -> None:
+    arguments = msgspec.json.encode({"input": item.input}).decode()
+    names = {"name": item.name, "namespace": item.namespace}
+    _add_call(turns, CallItem(call_id=item.call_id, arguments=arguments, **names))
+
+
 def _add_output(turns: list[Json], item: CallOutputItem) -> None:
     output: Any = item.output
     if not isinstance(output, str):
@@ -151,6 +173,8 @@ _ADD: Mapping[type, Callable[[list[Json], Any], None]] = MappingProxyType(
         MessageItem: _add_message,
         CallItem: _add_call,
         CallOutputItem: _add_output,
+        CustomCallItem: _add_custom_call,
+        CustomCallOutputItem: _add_output,
         ReasoningItem: _add_reasoning,
     }
 )

@@ -17,6 +17,12 @@ from serving.server.dialects.response_items import Item, turns_of
 from serving.server.hints import HINTS as CHAT_HINTS
 from serving.server.hints import Harmless
 
+TEXT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 LOGPROBS = "message.output_text.logprobs"
 
 
@@ -33,6 +39,24 @@ class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
     output_schema: Json | None = None
+
+
+class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
+    """A tool of the client that takes a text. The model is told its format, which is not forced."""
+
+    name: str
+    description: str | None = None
+    format: Json | None = None
+    defer_loading: bool | None = None
+    allowed_callers: list[str] | None = None
+
+    @property
+    def function(self) -> FunctionTool:
+        """A function with the text as its only argument."""
+        given = self.format or {}
+        told = given.get("definition") and f"The input has this format:\n{given['definition']}"
+        text = "\n\n".join(each for each in (self.description, told) if each)
+        return FunctionTool(name=self.name, description=text or None, parameters=TEXT)
 
 
 class NamespaceTool(msgspec.Struct, kw_only=True, tag_field="type", tag="namespace"):
@@ -84,7 +108,7 @@ class ResponsesCountFields(Extras, kw_only=True):
     input: str | list[Item]
     model: str | None = None
     instructions: str | None = None
-    tools: list[FunctionTool | NamespaceTool] | None = None
+    tools: list[FunctionTool | CustomTool | NamespaceTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -153,11 +177,11 @@ OF_COUNTS = (
 
 # What OpenAI runs, or only its models know; and what a conversation keeps of it.
 _TOOLS = re.compile(
-    r"apply_patch|code_interpreter|computer\w*|custom|file_search|image_generation|local_shell|mcp"
+    r"apply_patch|code_interpreter|computer\w*|file_search|image_generation|local_shell|mcp"
     r"|programmatic_tool_calling|shell|tool_search|web_search\w*"
 )
 _ITEMS = re.compile(
-    rf"({_TOOLS.pattern})_(call|call_output|output)|custom_tool_call(_output)?"
+    rf"({_TOOLS.pattern})_(call|call_output|output)"
     r"|mcp_(list_tools|approval_\w+)|compaction\w*|program(_output)?"
 )
 # What `include` may ask for and gets; the first is in plain items of reasoning.
@@ -240,9 +264,12 @@ def _chat(fields: ResponsesCountFields) -> Json:
     }
 
 
-def functions_of(fields: ResponsesCountFields) -> dict[str, tuple[str | None, FunctionTool]]:
-    """(namespace, function) by the name that the model knows. Raises `ServeError`."""
-    found: dict[str, tuple[str | None, FunctionTool]] = {}
+type ClientTool = FunctionTool | CustomTool
+
+
+def functions_of(fields: ResponsesCountFields) -> dict[str, tuple[str | None, ClientTool]]:
+    """(namespace, tool) by the name that the model knows. Raises `ServeError`."""
+    found: dict[str, tuple[str | None, ClientTool]] = {}
     for index, tool in enumerate(fields.tools or ()):
         namespace = tool.name if isinstance(tool, NamespaceTool) else None
         for each in tool.tools if isinstance(tool, NamespaceTool) else [tool]:
@@ -253,7 +280,8 @@ def functions_of(fields: ResponsesCountFields) -> dict[str, tuple[str | None, Fu
     return found
 
 
-def _tool(tool: FunctionTool, known: str) -> Json:
+def _tool(tool: ClientTool, known: str) -> Json:
+    tool = tool.function if isinstance(tool, CustomTool) else tool
     names = ("name", "description", "parameters", "strict")
     given = ((name, getattr(tool, name)) for name in names)
     function = {name: value for name, value in given if value is not None} | {"name": known}

@@ -11,7 +11,12 @@ import msgspec
 
 from serving.server.dialects.asked import Asked, Json
 from serving.server.dialects.blocks import Block, Blocks, Turn
-from serving.server.dialects.responses_api import ConversationName, ResponsesFields, functions_of
+from serving.server.dialects.responses_api import (
+    ConversationName,
+    CustomTool,
+    ResponsesFields,
+    functions_of,
+)
 from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter
@@ -71,15 +76,23 @@ class ResponsesWriter:
         is_cut = is_last and self._finish == "length"
         item = _shown(block, self._id(block), self._said.get(block.index, []))
         if block.kind == "call":
-            item |= self._called(block.name)
+            item |= self._called(block)
+            if "input" in item:
+                del item["arguments"]
         return item | {"status": "incomplete" if is_cut else "completed"}
 
-    def _called(self, known: str) -> Json:
-        """The name of a function, and its namespace if it has one."""
-        if known not in self._functions:
+    def _called(self, block: Block) -> Json:
+        """What a call says of its tool: the name, a namespace, or a text instead of arguments."""
+        if block.name not in self._functions:
             return {}
-        namespace, function = self._functions[known]
-        return {"name": function.name} | ({"namespace": namespace} if namespace else {})
+        namespace, tool = self._functions[block.name]
+        said = {"name": tool.name} | ({"namespace": namespace} if namespace else {})
+        if self._is_custom(block):
+            said |= {"type": "custom_tool_call", "input": _input(block.text)}
+        return said
+
+    def _is_custom(self, block: Block) -> bool:
+        return isinstance(self._functions.get(block.name, (None, None))[1], CustomTool)
 
     def _id(self, block: Block) -> str:
         return f"{_IDS[block.kind]}_{self._generation.id}_{block.index}"
@@ -153,6 +166,8 @@ class ResponsesWriter:
         return [added, self._event("response.content_part.added", **place, part=part)]
 
     def _more(self, turn: Turn) -> list[Json]:
+        if turn.block.kind == "call" and self._is_custom(turn.block):
+            return []  # its text is known when all of the arguments are
         logprobs = {"logprobs": self._say(turn)} if turn.block.kind == "text" else {}
         name = f"{_DELTAS[turn.block.kind]}.delta"
         return [self._event(name, **self._place(turn.block), delta=turn.text, **logprobs)]
@@ -161,7 +176,13 @@ class ResponsesWriter:
         self._say(turn)
         block, item, place = turn.block, self._item(turn.block), self._place(turn.block)
         done = f"{_DELTAS[block.kind]}.done"
-        if block.kind == "call":
+        if "input" in item:
+            name = "response.custom_tool_call_input"
+            events = [
+                self._event(f"{name}.delta", **place, delta=item["input"]),
+                self._event(f"{name}.done", **place, input=item["input"]),
+            ]
+        elif block.kind == "call":
             events = [self._event(done, **place, name=item["name"], arguments=block.text)]
         else:
             (part,) = item["content"]
@@ -192,6 +213,16 @@ class ResponsesWriter:
 
     def _event(self, kind: str, **values: Any) -> Json:
         return {"type": kind, "sequence_number": next(self._numbers), **values}
+
+
+def _input(arguments: str) -> str:
+    """The text within arguments; those that were cut are given as they are."""
+    try:
+        value = msgspec.json.decode(arguments or '{"input":""}')
+    except (msgspec.MsgspecError, RecursionError):
+        return arguments
+    text = value.get("input") if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def _shown(block: Block, item_id: str, logprobs: list[Json]) -> Json:

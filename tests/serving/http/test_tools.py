@@ -365,3 +365,25 @@ def test_a_function_in_a_namespace(server, client):
     assert again.json()["output"][0]["content"][0]["text"] == "Sun."
     twice = body | {"tools": [plain, space, plain | {"name": "mcp__rome__get_weather"}]}
     is_error(client.post("/v1/responses", json=twice), 400, "tools")
+
+
+def test_a_tool_that_takes_a_text(server, client):
+    """As Codex sends its patches; the model writes it as the only argument of a function."""
+    form = {"type": "grammar", "syntax": "lark", "definition": 'start: "x"'}
+    tool = {"type": "custom", "name": "patch", "description": "Of files", "format": form}
+    body = {"input": USER, "tools": [tool], "max_output_tokens": 200}
+    say(server, '<tool_call>\n{"name": "patch", "arguments": {"input": "a\\nb"}}\n</tool_call>')
+    whole = client.post("/v1/responses", json=body)
+    assert "warning" not in whole.headers
+    (item,) = whole.json()["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", "a\nb")
+    lines = client.post("/v1/responses", json=body | {"stream": True}).text.splitlines()
+    made = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    text = "".join(e["delta"] for e in made if e["type"] == "response.custom_tool_call_input.delta")
+    (last,) = (e["item"] for e in made if e["type"] == "response.output_item.done")
+    assert text == last["input"] == "a\nb"
+    assert not any("function_call" in e["type"] for e in made)
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+    say(server, "Done.")
+    again = client.post("/v1/responses", json=body | {"input": [*USER, item, result]})
+    assert again.json()["output"][0]["content"][0]["text"] == "Done."
