@@ -65,6 +65,17 @@ def test_openai_agents(server, api):
     assert agent(server, "openai_agents", api) == [[REPORT] * 2, [ROME] * 2]
 
 
+@needs("agents")
+def test_openai_agents_with_a_session():
+    """The tool is called once in each conversation: its result is in what the server keeps."""
+    with scripted_server("hermes", grpc=False, store_responses="1MiB") as running:
+        say(running, WEATHER, sunshine="Sun.")
+        answers, called, kinds, num_left = agent(running, "openai_agents_session")
+    assert (answers, called) == (["Sun."] * 4, [ROME] * 2)
+    call = ["message", "function_call", "function_call_output", "message"]
+    assert kinds == [*call, "message", "message"] and num_left == 5
+
+
 @needs("pydantic_ai")
 @pytest.mark.parametrize("mode", ["native", "tool"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
