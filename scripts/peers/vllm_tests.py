@@ -58,7 +58,7 @@ SMALL = (
 
 def main() -> None:
     """Run the tests, and print how many passed of each file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("sources", type=Path)
     parser.add_argument("files", nargs="*", default=FILES)
     parser.add_argument("--shiftjax", default=str(ROOT / ".venv" / "bin" / "python"))

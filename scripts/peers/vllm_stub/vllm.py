@@ -55,13 +55,13 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Give it what tests need at import, or to write a request."""
         if module.__name__ == "vllm.tokenizers":
-            module.get_tokenizer = tokenizer
+            vars(module)["get_tokenizer"] = tokenizer
         if module.__name__ == "vllm.platforms":
             names = ("is_rocm", "is_xpu", "is_cuda", "is_tpu")
             others = {name: lambda: False for name in names}
-            module.current_platform = types.SimpleNamespace(is_cpu=lambda: True, **others)
+            vars(module)["current_platform"] = types.SimpleNamespace(is_cpu=lambda: True, **others)
         if module.__name__ == "vllm.version":
-            module.__version__ = __version__
+            vars(module)["__version__"] = __version__
 
 
 def tokenizer(*_: Any, **__: Any) -> Any:
