@@ -95,7 +95,8 @@ def test_a_draft_is_followed_as_its_tokens_are(before, draft, budget, marks, ins
             break
         plain.accept(token)
         expected.append(plain.mask.tolist())
-    assert [mask.tolist() for mask in rule.masks_along(tokens)] == expected
+    for _ in range(2):  # the first time has changed nothing
+        assert [mask.tolist() for mask in rule.masks_along(tokens)] == expected
     forced = rule.forced_tokens(99)
     assert len(rule.masks_along(forced)) == len(forced) + 1
 

@@ -71,6 +71,8 @@ def test_a_draft_is_followed_as_its_tokens_are(banned, others, output, draft, jo
         expected.append(plain.mask.copy())
     found = rule.masks_along(draft)
     assert [mask.tolist() for mask in found] == [mask.tolist() for mask in expected]
+    again = rule.masks_along(draft)
+    assert [mask.tolist() for mask in again] == [mask.tolist() for mask in expected]
     assert rule.mask.tolist() == expected[0].tolist()
 
 

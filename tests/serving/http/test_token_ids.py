@@ -14,13 +14,15 @@ def server():
         yield running
 
 
-def test_a_chat_tells_its_token_ids(client):
+def test_a_chat_tells_its_token_ids(server, client):
     answer = client.post(CHAT, json=IDS | {"messages": USER}).json()
     assert answer["prompt_token_ids"] == PROMPT
     outputs = [choice["token_ids"] for choice in answer["choices"]]
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     assert [byte_tokenizer().decode(ids) for ids in outputs] == texts
+    server.runner.step_seconds = 0.005  # so that the stream is read in between
     chunks = events(client.post(CHAT, json=IDS | {"messages": USER, "stream": True}).text)
+    assert len(chunks) > 6
     prompts = [chunk.get("prompt_token_ids") for chunk in chunks]
     assert prompts.count(PROMPT) == 2 and prompts.count(None) == len(chunks) - 2
     assert prompts[0] == PROMPT
@@ -30,7 +32,7 @@ def test_a_chat_tells_its_token_ids(client):
     assert streamed == outputs
 
 
-def test_a_completion_tells_them_in_its_choices(client):
+def test_a_completion_tells_them_in_its_choices(server, client):
     hello = byte_tokenizer().encode("hello", False)
     body = IDS | {"prompt": [hello, [1, 2]], "echo": True}
     choices = client.post(COMPLETION, json=body).json()["choices"]
@@ -39,6 +41,7 @@ def test_a_completion_tells_them_in_its_choices(client):
     assert choices[0]["text"] == "hello" + byte_tokenizer().decode(choices[0]["token_ids"])
     streamed: list[list[int]] = [[] for _ in choices]
     prompts: list[list] = [[] for _ in choices]
+    server.runner.step_seconds = 0.005
     for chunk in events(client.post(COMPLETION, json=body | {"stream": True}).text):
         (choice,) = chunk["choices"]
         streamed[choice["index"]] += choice["token_ids"]
