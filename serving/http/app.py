@@ -32,7 +32,8 @@ from serving.server.fields import DetokenizeFields, TokenizeFields
 from serving.server.json_body import parse_json, unknown_names
 from serving.server.schema import Wish
 from serving.server.service import Service
-from serving.stored.setup import open_kept
+from serving.stored.documents import owner_now
+from serving.stored.setup import Kept, open_kept
 
 Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -49,7 +50,8 @@ def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
 
 def all_routes(service: Service) -> list[BaseRoute]:
     """Every path; those that are `Described` are in `/openapi.json`."""
-    endpoints, kept = Endpoints(service), open_kept(service)
+    kept = open_kept(service)
+    endpoints = Endpoints(service, kept)
     memories = {"/v1/responses": kept.memory}
     speak: dict[str, ASGIApp] = {
         path: Generate(service, each, memories.get(path)) for path, each in DIALECTS.items()
@@ -99,8 +101,8 @@ class Raw:
 class Endpoints:
     """Everything but generations."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, service: Service, kept: Kept):
+        self._service, self._kept = service, kept
 
     def routes(self) -> list[BaseRoute]:
         """The routes; `/health` is `/health/ready` by its shorter name."""
@@ -160,24 +162,21 @@ class Endpoints:
 
     async def count_message(self, scope: Scope, receive: Receive) -> Answer:
         """POST /v1/messages/count_tokens."""
-        counted = self._count(scope, receive, messages.read_count, messages.NAMES)
-        num_tokens, unknown = await counted
+        values = await self._body(scope, receive)
+        num_tokens, unknown = await self._count(values, messages.read_count, messages.NAMES)
         return {"input_tokens": num_tokens}, unknown
 
     async def count_response(self, scope: Scope, receive: Receive) -> Answer:
         """POST /v1/responses/input_tokens."""
-        counted = self._count(scope, receive, responses_api.read_count, responses_api.NAMES)
+        values = await self._body(scope, receive)
+        values = await self._kept.memory.recalled(owner_now(), values)
+        counted = self._count(values, responses_api.read_count, responses_api.NAMES)
         num_tokens, unknown = await counted
         return {"object": "response.input_tokens", "input_tokens": num_tokens}, unknown
 
     async def _count(
-        self,
-        scope: Scope,
-        receive: Receive,
-        read: Callable[[Any], Wish],
-        names: Mapping[str, str],
+        self, values: Any, read: Callable[[Any], Wish], names: Mapping[str, str]
     ) -> tuple[int, tuple[str, ...]]:
-        values = await self._body(scope, receive)
         try:
             wish, num_tokens = await self._service.count(read, values)
         except ServeError as error:

@@ -21,6 +21,7 @@ from serving.stored.items import items_of
 logger = logging.getLogger(__name__)
 
 PREFIX = "resp_"
+REFERENCES = ("previous_response_id", "conversation")
 MAX_CHAIN = 2048  # responses
 
 Json = dict[str, Any]
@@ -51,6 +52,11 @@ class Memory(Protocol):
         ...
 
 
+def without_references(values: Json) -> Json:
+    """A body of which all that it refers to has been recalled."""
+    return {name: value for name, value in values.items() if name not in REFERENCES}
+
+
 class NoMemory:
     """Of a dialect whose requests refer to nothing."""
 
@@ -66,13 +72,18 @@ class NoResponses:
         """The body as it is. Raises `ServeError` for one that refers to another."""
         if not isinstance(values, dict):
             return Exchange(values)
-        for field in ("previous_response_id", "conversation"):
+        for field in REFERENCES:
             if values.get(field) is not None:
                 words = "needs a server that keeps responses: --store-responses SIZE"
                 raise wrong(field, words, "unsupported_parameter")
         if values.get("store") is not True:
             return Exchange(values)
         return Exchange(values | {"store": False}, ignored=("store",))
+
+    async def recalled(self, owner: str, values: Any) -> Any:
+        """The body as it is. Raises `ServeError` as `begin` does."""
+        await self.begin(owner, "", values)
+        return values
 
 
 @dataclass(frozen=True)
@@ -103,16 +114,26 @@ class StoredResponses:
         if not isinstance(values, dict):
             return Exchange(values)
         asked = _asked(owner, request_id, values)
-        before = await self._documents.run(partial(self._recall, asked=asked))
+
+        def recall(shelf: Shelf) -> list[Json]:
+            if shelf.raw(owner, asked.name) is not None:
+                words = "A response with this id is kept."
+                raise ServeError("duplicate", words, param="request_id")
+            return self._recall(shelf, asked)
+
+        before = await self._documents.run(recall)
         whole = values | {"store": values.get("store", True) is not False}
-        if before and isinstance(asked.own, str | list):
-            own = items_of(asked.own) if isinstance(asked.own, str) else asked.own
-            whole["input"] = [*before, *own]
-        return Exchange(whole, partial(self._keep, asked))
+        return Exchange(_after(before, whole), partial(self._keep, asked))
+
+    async def recalled(self, owner: str, values: Any) -> Any:
+        """A body that is only counted, with what it refers to. Raises `ServeError`."""
+        if not isinstance(values, dict):
+            return values
+        asked = _asked(owner, "", values)
+        before = await self._documents.run(partial(self._recall, asked=asked))
+        return _after(before, without_references(values))
 
     def _recall(self, shelf: Shelf, asked: _Asked) -> list[Json]:
-        if shelf.raw(asked.owner, asked.name) is not None:
-            raise ServeError("duplicate", "A response with this id is kept.", param="request_id")
         if asked.previous is not None:
             return self._chain(shelf, asked.owner, asked.previous)
         if asked.conversation is None:
@@ -195,6 +216,14 @@ class StoredResponses:
         )
         if not has_deleted:
             raise missing("response")
+
+
+def _after(before: Sequence[Json], values: Json) -> Json:
+    """A body with these items before its own."""
+    own = values.get("input")
+    if not before or not isinstance(own, str | list):
+        return values
+    return values | {"input": [*before, *(items_of(own) if isinstance(own, str) else own)]}
 
 
 def _found(shelf: Shelf, owner: str, name: str) -> Json:

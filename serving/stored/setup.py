@@ -15,7 +15,7 @@ from serving.stored.batches import Batches
 from serving.stored.conversations import Conversations
 from serving.stored.documents import Documents
 from serving.stored.files import Files
-from serving.stored.responses import Memory, NoResponses, StoredResponses
+from serving.stored.responses import NoResponses, StoredResponses
 from shiftjax.metric import Metric, gauge
 from shiftjax.options import ConfigError, num_bytes_of
 
@@ -45,7 +45,7 @@ class Kept:
     maybe_store: Store | None = None
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> NoResponses | StoredResponses:
         """What requests for responses refer to."""
         return NoResponses() if self.maybe_talks is None else self.maybe_talks.responses
 

@@ -44,7 +44,7 @@ ROWS = (
     ),
     Mutant(
         "an id is given twice", "stored", RESPONSES,
-        "if shelf.raw(asked.owner, asked.name) is not None:", "if False:",
+        "if shelf.raw(owner, asked.name) is not None:", "if False:",
         (TEST_STORED,), "responses that follow the first go on with the second",
     ),
     Mutant(

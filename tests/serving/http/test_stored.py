@@ -52,6 +52,18 @@ def test_a_response_goes_on_with_the_one_before_and_is_given_again(client):
     assert text_of(third) == continued(client, f"{prompt}user: so?\nassistant:")
 
 
+def test_tokens_are_counted_with_what_was_before(client):
+    first = ask(client, "hi")
+    body = {"model": "echo", "input": "and?", "previous_response_id": first["id"]}
+    counted = client.post(f"{RESPONSES}/input_tokens", json=body)
+    assert "warning" not in counted.headers
+    second = ask(client, "and?", previous_response_id=first["id"])
+    assert counted.json()["input_tokens"] == second["usage"]["input_tokens"]
+    body["previous_response_id"] = "resp_none"
+    refused = client.post(f"{RESPONSES}/input_tokens", json=body)
+    is_error(refused, 400, "previous_response_id")
+
+
 def test_a_stream_is_kept_before_its_end_is_told(client):
     first = ask(client, "hi")
     body = BODY | {"input": "and?", "previous_response_id": first["id"], "stream": True}
@@ -224,6 +236,8 @@ def test_a_server_that_keeps_nothing_says_what_would():
             refused = client.post(RESPONSES, json=BODY | {"input": "hi", field: "resp_1"})
             is_error(refused, 400, field)
             assert "--store-responses" in refused.text
+            counted = client.post(f"{RESPONSES}/input_tokens", json={"input": "x", field: "resp_1"})
+            is_error(counted, 400, field)
 
 
 def test_a_restart_keeps_responses_and_conversations(tmp_path):
