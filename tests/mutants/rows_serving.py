@@ -119,6 +119,28 @@ SCHEMA_ROWS = (
         ("tests/serving/server/test_system_turns.py",), "a model never hears what it is told",
     ),
     Mutant(
+        "marks in an answer's strings are calls", "schema", "serving/server/tool_formats.py",
+        "parser = FormParser(parser, wanted.marks.begin)", "pass",
+        (HTTP_TOOLS,), "data of an answer becomes a call",
+    ),
+    Mutant(
+        "cut arguments stay text for every template", "schema", "serving/server/tools.py",
+        "forms = [_as_object] if any(isinstance(each, str) for each in arguments) else []",
+        "forms = []",
+        ("tests/serving/http/test_cut_calls.py",), "a conversation never gets over a cut call",
+    ),
+    Mutant(
+        "messages must fit with all that they may say", "schema", "serving/server/schema.py",
+        "if not wish.is_capped or most is None:", "if True:",
+        ("tests/serving/clients/test_anthropic.py",), "Claude Code needs a context over 32,000",
+    ),
+    Mutant(
+        "an effort is as the client has it", "schema", "serving/server/effort.py",
+        'variables["reasoning_effort"] = _nearest(effort, levels)',
+        'variables["reasoning_effort"] = effort',
+        ("tests/serving/server/test_effort.py",), "a template refuses a level of others",
+    ),
+    Mutant(
         "a hint is dropped without a word", "schema", "serving/server/hints.py",
         "told.append(place + name)", "pass",
         ("tests/serving/server/test_hints.py",), "clients believe that an option has an effect",

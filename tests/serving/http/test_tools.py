@@ -268,6 +268,14 @@ def test_other_constraints_beside_tools(server, client, constraint):
         assert is_call or choice["message"]["content"] == "s/x"
 
 
+def test_a_call_within_an_answer_is_text(server, client):
+    answer = f"Say {CALL}"
+    say(server, answer)
+    (choice,) = ask(client, BODY | {"structured_outputs": {"choice": [answer, "no"]}})
+    assert choice["message"]["content"] == answer
+    assert "tool_calls" not in choice["message"]
+
+
 def test_a_form_has_no_effect_on_a_forced_call(server, client):
     say(server, '{"said": "no"}')
     (choice,) = ask(client, BODY | {"response_format": FORM, "tool_choice": "required"})
