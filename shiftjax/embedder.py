@@ -182,6 +182,12 @@ class Embedder:
         found = self._gathered(batches, range(keys, keys + len(many)))
         return activated(found, pooling.activation) if activate else found
 
+    def prove(self) -> None:
+        """Run a step. Raises RequestError if it fails."""
+        key = self._num_texts
+        self._num_texts += 1
+        self._gathered(iter([[Text(key, [0])]]), range(key, key + 1))
+
     def _gathered(
         self, batches: Iterator[list[Text]], keys: range, progress: Progress | None = None
     ) -> np.ndarray:

@@ -291,7 +291,7 @@ async def front_of_embedder(
     del kv_events
     options, observers = service.options, service.embed_observers
     try:
-        await asyncio.to_thread(embedder.embed, [[0]])
+        await asyncio.to_thread(embedder.prove)
     except RequestError as error:
         raise StartError(f"the first step failed, see above: {error}") from None
     vocab_size = embedder.model.vocab_size

@@ -1,5 +1,6 @@
 """Scores over HTTP are those of `Embedder`; with embeddings they are cosines."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -8,6 +9,9 @@ import pytest
 from embed_server import embed_server
 from kit import byte_tokenizer, is_error
 
+from serving.run.serve import front_of_embedder
+from serving.server.options import ServerOptions
+from serving.server.service import Service
 from shiftjax import Embedder
 from shiftjax.arch.pooling import Pooling
 from shiftjax.text.embedding_inputs import InputReader
@@ -172,3 +176,17 @@ def test_a_long_pair_can_be_cut(cross):
     wanted = embedder.score([("a", "mode " * 60)])[0, 0]
     assert answer["data"][0]["score"] == pytest.approx(wanted, rel=1e-5)
     assert answer["usage"]["prompt_tokens"] == 40
+
+
+@pytest.mark.parametrize("name", ["bert-scores", "qwen3-scores"])
+def test_a_server_starts_with_a_first_step(name):
+    embedder = Embedder(str(DATA / name), **OPTIONS)
+
+    async def start() -> None:
+        engine, model = await front_of_embedder(embedder, Service(ServerOptions()), None)
+        found = await engine.embed("a", [[1, 2]], seconds=[1])
+        assert model.reader is not None and model.reader.pooling.scores
+        assert found.shape == (1, 1) and np.isfinite(found).all()
+        assert await engine.close()
+
+    asyncio.run(start())
