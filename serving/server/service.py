@@ -140,9 +140,10 @@ class Service:
         """The model and its engine. Raises `ServeError` for an encoder, too."""
         model, engine = self.running()
         if isinstance(engine, AsyncEmbedder):
-            message = (
-                f"{model.name} embeds texts (/v1/embeddings, /v1/rerank), and generates none here."
-            )
+            does = "embeds texts (/v1/embeddings, /v1/rerank)"
+            if model.reader is not None and model.reader.pooling.scores:
+                does = "scores texts (/v1/score, /v1/rerank, /v1/classify)"
+            message = f"{model.name} {does}, and generates none here."
             raise ServeError("invalid", message, param="model", code="wrong_task")
         return model, engine
 

@@ -148,6 +148,9 @@ def test_embeddings_are_compared_by_cosine(embedding):
 
 def test_what_a_model_cannot_do(cross, labelled, embedding):
     assert "it has no embeddings" in refused(cross[0], "/v1/embeddings", {"input": "a"}, "model")
+    assert "scores texts (/v1/score" in refused(
+        cross[0], "/v1/completions", {"prompt": "a"}, "model"
+    )
     pair = {"text_1": "a", "text_2": "a"}
     assert "3 labels: use /v1/classify" in refused(labelled, "/v1/score", pair, "model")
     assert "no head" in refused(embedding[0], "/v1/classify", {"input": "a"}, "model")
