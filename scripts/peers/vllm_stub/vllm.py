@@ -32,8 +32,6 @@ class Stub:
 class Module(types.ModuleType):
     """A module of vLLM, which has every name."""
 
-    __path__ = ()
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -50,7 +48,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """An empty module."""
-        return Module(spec.name)
+        module = Module(spec.name)
+        module.__path__ = []  # it has submodules, too
+        return module
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Give it what tests need at import, or to write a request."""
