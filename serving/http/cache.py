@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from serving.http.described import Described
 from serving.server.errors import ServeError, invalid
@@ -45,7 +45,7 @@ class CacheReset:
             words = "Requests are running, and keep their KV: wait until they end, or abort them."
             raise ServeError("not_now", words, param="reset_running_requests")
         await engine.call(Engine.flush_prefix_cache)
-        return Response(status_code=200)
+        return JSONResponse({})  # vLLM's has no body at all
 
 
 def _read(query: Mapping[str, str]) -> dict[str, bool]:

@@ -59,7 +59,6 @@ BAD = [
     ({"tools": [tool()], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": {"name": "f"}}, "function_call"),
-    ({"include_reasoning": False}, "include_reasoning"),
     (FORCED | {"min_tokens": 2}, "min_tokens"),
     (FORCED | {"ignore_eos": True}, "ignore_eos"),
     (FORCED | {"tools": [tool(parameters={"properties": 5})]}, "tools"),

@@ -148,7 +148,7 @@ def test_options_together(client):
         wanted = {
             choice["index"]: {
                 "text": choice["text"],
-                "ids": choice.get("token_ids", []),
+                "ids": choice["token_ids"] or [],
                 "ends": [choice["finish_reason"]],
             }
             for choice in answer["choices"]
