@@ -22,7 +22,7 @@ def test_nothing_is_found_afterwards(client, query):
     num_cached(client)
     assert num_cached(client) > 0
     answer = client.post(PATH + query)
-    assert (answer.status_code, answer.content) == (200, b"")
+    assert (answer.status_code, answer.content) == (200, b"{}")
     assert num_cached(client) == 0
     assert num_cached(client) > 0
 
