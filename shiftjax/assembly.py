@@ -14,6 +14,7 @@ from shiftjax.core.lane import Lane
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
+from shiftjax.core.step_sizes import StepSizes
 from shiftjax.core.topology import Topology
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.deploy.deployment import Deployment
@@ -28,6 +29,7 @@ from shiftjax.parallel.grid import Group, Mode
 from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
 from shiftjax.phases.resharding import PHASES, Exchange, Resharding
+from shiftjax.sizing.cost_sizes import CostSizes, patience_of, sizes_by_costs
 
 
 class Drafter(NamedTuple):
@@ -104,6 +106,7 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
         clock=backend.clock,
         wait=backend.wait,
         topology=topology,
+        patience=0.0 if exchange is not None else _patience(first),
     )
 
 
@@ -127,18 +130,42 @@ def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[L
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None
-        scheduler = Scheduler(of_width.budgets, speculation, blocks.get(group), host, admission)
+        seams = speculation, blocks.get(group), host, admission
+        sizes = None if is_phase else _sizes(groups, group.width)
+        scheduler = Scheduler(of_width.budgets, *seams, sizes)
         own = policy if has_own else None
         modes = groups.modes[group.width]
         lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))
     return lanes
 
 
+def _sizes(groups: Groups, width: int) -> StepSizes | None:
+    """Who says how large steps of a group are; None: they are as large as they may be."""
+    deployment, costs = groups.deployment.of_width(width), groups.costs[width]
+    if costs is None or not sizes_by_costs(deployment, costs):
+        return None
+    known = groups.policies[width], groups.modes[width], costs
+    return CostSizes(deployment.step_sizes, *known, num_groups=deployment.dp)
+
+
+def _patience(groups: Groups) -> float:
+    """Seconds that a request may be passed for, by prompt token: one for all groups.
+
+    That of the widest, so that a request that goes from one group to another keeps its order.
+    """
+    width = max(groups.costs)
+    deployment, costs = groups.deployment.of_width(width), groups.costs[width]
+    if costs is None or not sizes_by_costs(deployment, costs):
+        return 0.0
+    return patience_of(deployment.step_sizes, groups.policies[width], groups.modes[width], costs)
+
+
 def _speculation(groups: Groups, group: Group) -> Speculation:
     width, deployment = group.width, groups.deployment.of_width(group.width)
     speculator = deployment.layout.model.speculator
     num_predict = speculator.num_predict if speculator else 0
-    known = groups.policies[width], groups.modes[width], groups.costs[width]
+    costs = groups.costs[width] if deployment.prices_drafts else None
+    known = groups.policies[width], groups.modes[width], costs
     return Speculation(
         groups.drafters[group].drafting,
         Prices(deployment.step_sizes, *known),

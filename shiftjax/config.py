@@ -291,6 +291,11 @@ class SchedulerOptions:
         high=1 << 20,
     )
     overlap: bool = option(True, "schedule a step while the one before it runs")
+    step_sizes: Literal["cost", "largest"] = control(
+        "cost",
+        "how large steps with prompts are: by what they cost, where that is known, and prompts in "
+        "an order of their lengths, too; or as large as they may be, in order of arrival",
+    )
 
 
 @dataclass(frozen=True)

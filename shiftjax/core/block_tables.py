@@ -14,7 +14,7 @@ from shiftjax.core.blocks import (
     extend_hashes,
     root_hash,
 )
-from shiftjax.core.request import SequenceState, StepPlan
+from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.tier import MOST_AHEAD, Extent, Place, Tier, TierMoves
 
 
@@ -51,6 +51,28 @@ class BlockTables:
     def block_size(self) -> int:
         """Tokens of a block."""
         return self.device.block_size
+
+    def num_known_tokens(self, request: Request, hashes: list[bytes]) -> int:
+        """Tokens of a prompt that an admission would find computed now; changes nothing here.
+
+        Hashes of the prompt are added to `hashes` as far as something is found: groups with one
+        `hash_size` may share the list.
+        """
+        if not self.prefix_caching or request.sampling.prompt_logprobs is not None:
+            return 0
+        tokens, size = request.prompt_token_ids, self._hash_size
+        several = self.block_size // size
+        limit = (len(tokens) - 1) // self.block_size
+        for number in range(limit):
+            end = (number + 1) * several
+            if len(hashes) < end:
+                root = root_hash(*self._identity, request.adapter, request.cache_salt)
+                beginning = list(tokens)[: min(2 * end, limit * several) * size]
+                extend_hashes(hashes, root, beginning, size)
+            block_hash = hashes[end - 1]
+            if not self.device.is_indexed(block_hash) and not self.tier.knows(block_hash):
+                return number * self.block_size
+        return limit * self.block_size
 
     def admit(self, sequence: SequenceState, reserve: int) -> bool:
         """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.

@@ -22,6 +22,7 @@ from shiftjax.core.request import (
 from shiftjax.core.results import aborted_in_queue
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.stats import EndedStep, EngineStats, ended_step, stats_of
+from shiftjax.core.step_sizes import due_seconds
 from shiftjax.core.topology import Topology
 from shiftjax.parallel.grid import Mode
 
@@ -39,6 +40,7 @@ class Engine:
     scheduled, and without it the loop is the plain control. Where there are several lanes, `wait`
     is called with those that can do nothing until a step of theirs is ready; it may come back
     early, say because a request has come for another lane.
+    For each prompt token a request may be passed for `patience` seconds by ones that come later.
     Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
     of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
     """
@@ -54,6 +56,7 @@ class Engine:
         clock: Callable[[], float] | None = None,
         wait: Callable[[Sequence[Lane]], None] = wait_for_one,
         topology: Topology | None = None,  # that opens and closes the lanes; None: all are open
+        patience: float = 0.0,
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -63,6 +66,7 @@ class Engine:
         self.overlap = overlap
         self.wait = wait
         self.topology = topology or Topology(lanes)
+        self.patience = patience
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -194,7 +198,7 @@ class Engine:
         name = request.request_id
         if name in self._queued or self._lane_of(name) is not None:
             raise DuplicateRequestError(f"There is an unfinished request with the id {name!r}.")
-        entry = (request.priority, request.arrival_seconds, self._num_requests, request)
+        entry = (request.priority, self._due(request), self._num_requests, request)
         heapq.heappush(self._queue, entry)
         self._queued[name] = request
         self._num_requests += 1
@@ -279,6 +283,13 @@ class Engine:
         """The requests that come first in the queue."""
         return [request for *_, request in heapq.nsmallest(most, self._queue, key=_ORDER)]
 
+    def _due(self, request: Request) -> float:
+        """The request's place in the queue, now that it comes: what caches have needs no time."""
+        lanes = [lane for lane in self.lanes if lane.steps] if self.patience else []
+        hashes: list[bytes] = []
+        known = [lane.scheduler.tables.num_known_tokens(request, hashes) for lane in lanes]
+        return due_seconds(request, sum(known) / max(1, len(known)), self.patience)
+
     def _dispatch(self) -> None:
         """Hand requests from the queue to the least loaded group while one has room for more.
 
@@ -288,8 +299,8 @@ class Engine:
         """
         passed: list[tuple[int, float, int, Request]] = []
         while self._queue and len(passed) < MOST_PASSED:
-            priority, arrival, number, request = self._queue[0]
-            order = (priority, arrival, number, 0)
+            priority, due, number, request = self._queue[0]
+            order = (priority, due, number, 0)
             lane = self.topology.lane_for(request)
             if lane is None:
                 passed.append(heapq.heappop(self._queue))
@@ -299,14 +310,14 @@ class Engine:
             if scheduler.is_full and not (waiting and order < waiting[0].order):
                 break
             heapq.heappop(self._queue)
-            self._start(request, number, scheduler)
+            self._start(request, number, due, scheduler)
         for entry in passed:
             heapq.heappush(self._queue, entry)
 
-    def _start(self, request: Request, number: int, scheduler: Scheduler) -> None:
+    def _start(self, request: Request, number: int, due: float, scheduler: Scheduler) -> None:
         sampling = request.sampling
         seed = derive_seed(self._seed, number) if sampling.seed is None else sampling.seed
         num_prompt_tokens = len(request.prompt_token_ids)
         max_length = self.limits.max_length(num_prompt_tokens, sampling.max_tokens)
-        scheduler.add(request, number, seed, max_length)
+        scheduler.add(request, number, seed, max_length, due)
         del self._queued[request.request_id]

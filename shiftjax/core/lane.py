@@ -95,9 +95,10 @@ class Lane:
         return isinstance(oldest, Failure) or self.runner.is_ready(oldest.handle)
 
     def end_step(self, flight: Flight, now: float) -> float:
-        """The oldest step has ended: returns its seconds, which whoever guesses learns from."""
+        """The oldest step has ended: returns its seconds, which whoever predicts them learns."""
         seconds, self.progress_at = now - self.progress_at, now
-        self.scheduler.lookahead.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
+        for each in (self.scheduler.lookahead, self.scheduler.sizes):
+            each.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
         return seconds
 
 

@@ -71,9 +71,10 @@ class TokenConstraint(Protocol):
 class Request:
     """One prompt and what to do with it.
 
-    A lower `priority` runs earlier (as in vLLM), then the earlier arrival. Requests that differ in
-    `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one each. A group
-    of at least `min_width` units serves it, or of as many as there are.
+    A lower `priority` runs earlier (as in vLLM), then the earlier arrival; where steps have sizes
+    by their costs, a shorter prompt may pass a longer one (`step_sizes.due_seconds`). Requests
+    that differ in `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one
+    each. A group of at least `min_width` units serves it, or of as many as there are.
     """
 
     request_id: str
@@ -137,7 +138,7 @@ class SequenceState:
     request: Request
     index: int
     seed: int  # in [0, 2**31), from the request's seed and the index
-    order: tuple[int, float, int, int]  # priority, arrival, number of the request, index: unique
+    order: tuple[int, float, int, int]  # priority, due, number of the request, index: unique
     token_ids: list[int]  # prompt and committed output
     num_prompt_tokens: int
     max_length: int  # prompt and output together; reaching it ends with "length"
@@ -148,6 +149,7 @@ class SequenceState:
     block_table: list[int] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)  # not empty: swapped out
     num_computed_tokens: int = 0
+    num_known_tokens: int = 0  # of the prompt, that a prefix cache had when it came
     num_cached_tokens: int = 0  # prefix hit at the first admission
     num_verified_tokens: int = 0
     micro_batch: int = 0  # the steps that it takes part in; set by an admission

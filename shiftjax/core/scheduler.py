@@ -1,12 +1,13 @@
 """Which tokens of which sequences go into a step, and what its results mean for them. No JAX.
 
     waiting --admit--> running --commit--> finished        all lists are kept in `order`
-       ^------preempt-----'|                                (priority, arrival, number, index)
+       ^------preempt-----'|                                (priority, due, number, index)
                            '--park--> parked               by an admission for another group
 
 A step is planned in three parts: decodes, oldest first, the youngest preempted where blocks run
 out; then chunks of admitted prompts; then admissions, in order. Nothing starves: nobody is
 admitted past a sequence that waits for room, and the oldest running one is never preempted.
+`due` never changes, and is a bounded time after the arrival (`step_sizes.due_seconds`).
 
 `schedule` may be called while steps are in flight. A sequence whose next token one of them samples
 is then scheduled with the row of the token instead of the token. Ends that can be foreseen by
@@ -15,8 +16,9 @@ counting are; after any other end the device has computed one token too many, wh
 A group that is a pipeline has several micro-batches (`core/micro_batches.py`), which take turns;
 chunks of a prompt follow each other without waiting for a commit.
 
-Three seams say what else happens, each with a default that does nothing: `Lookahead` (who guesses
-tokens ahead), `Tier` (a second place for KV), `Admission` (who may start and who leaves).
+Four seams say what else happens, each with a default that does nothing: `Lookahead` (who guesses
+tokens ahead), `Tier` (a second place for KV), `Admission` (who may start and who leaves),
+`StepSizes` (how large a step with prompts is).
 """
 
 import bisect
@@ -50,6 +52,7 @@ from shiftjax.core.results import (
     num_accepted,
 )
 from shiftjax.core.scheduler_config import SchedulerConfig
+from shiftjax.core.step_sizes import StepSizes, Turn, demand_of
 from shiftjax.core.tier import Tier
 from shiftjax.parallel.grid import Mode
 
@@ -69,8 +72,10 @@ class Scheduler:
         blocks: BlockAllocator | None = None,  # of the pool; None: one of its own
         tier: Tier | None = None,  # None: there is no second place for KV
         admission: Admission | None = None,  # None: whoever has blocks may start
+        sizes: StepSizes | None = None,  # None: steps are as large as they may be
     ):
         self.config = config
+        self.sizes = sizes or StepSizes()
         self.admission = admission or Admission()
         self.lookahead = lookahead or Lookahead()
         self.waiting: list[SequenceState] = []
@@ -111,12 +116,17 @@ class Scheduler:
             or self.num_waiting_tokens >= self.config.max_num_batched_tokens
         )
 
-    def add(self, request: Request, number: int, seed: int, max_length: int) -> None:
+    def add(
+        self, request: Request, number: int, seed: int, max_length: int, due: float | None = None
+    ) -> None:
         """Queue every continuation of a validated request.
 
-        `number` is unique and breaks ties of arrival; `seed` is the request's, given or made up.
+        `number` is unique and breaks ties of `due`, which is the arrival if it is None; `seed` is
+        the request's, given or made up.
         """
-        sampling = request.sampling
+        sampling, due = request.sampling, request.arrival_seconds if due is None else due
+        num_known = self.tables.num_known_tokens(request, []) if self.sizes.chooses else 0
+        self.sizes.arrived(request.arrival_seconds, len(request.prompt_token_ids) - num_known)
         stop_ids = frozenset(sampling.stop_token_ids)
         siblings: list[SequenceState] = []
         for index in range(sampling.n):
@@ -124,12 +134,13 @@ class Scheduler:
                 request,
                 index,
                 derive_seed(seed, index),
-                order=(request.priority, request.arrival_seconds, number, index),
+                order=(request.priority, due, number, index),
                 token_ids=list(request.prompt_token_ids),
                 num_prompt_tokens=len(request.prompt_token_ids),
                 max_length=max_length,
                 stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._eos_ids,
                 constraint=request.constraints[index] if request.constraints else None,
+                num_known_tokens=num_known,
                 siblings=siblings,
             )
             siblings.append(sequence)
@@ -157,6 +168,7 @@ class Scheduler:
         What a policy will know, guesses know too: `num_queued` requests wait before all groups.
         """
         num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
+        begun = Turn(now, num_queued, last_mode, overlap)
         leaving = self.admission.leaving(self.running)
         self._park_computed(leaving)
         swapped: list[SequenceState] = []
@@ -166,7 +178,7 @@ class Scheduler:
                 continue
             tokens, rows = self._tokens_per_step(), self._rows_per_step
             builder = PlanBuilder(tokens, rows, self.config.block_size, micro_batch=micro_batch)
-            self._fill(builder, now, in_flight)
+            self._fill(builder, begun, in_flight)
             self._guess(builder, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
@@ -186,18 +198,30 @@ class Scheduler:
         self._num_steps += 1
         return plan
 
-    def _fill(self, builder: PlanBuilder, now: float, in_flight: Collection[StepPlan]) -> None:
+    def _fill(self, builder: PlanBuilder, turn: Turn, in_flight: Collection[StepPlan]) -> None:
         """Decodes, then chunks, then admissions."""
         if self.admission.decodes:
             self._schedule_decodes(builder)
         else:
             mine = (s for s in self.running if s.micro_batch == builder.micro_batch)
             builder.unfinished_prompts += (s for s in mine if not s.num_pending_tokens)
+        if self.sizes.chooses and (builder.unfinished_prompts or self.waiting):
+            self._limit(builder, turn)
         for sequence in builder.unfinished_prompts:
             if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
                 builder.add(sequence)
         if not builder.num_preempted:
-            self._admit_waiting(builder, now, in_flight)
+            self._admit_waiting(builder, turn.now, in_flight)
+
+    def _limit(self, builder: PlanBuilder, turn: Turn) -> None:
+        """Leave so many tokens for prompts as is best for all that wait."""
+        room = max(0, self._max_num_seqs - len(self.running))
+        used_tokens = self.num_used_blocks * self.config.block_size
+        rest = used_tokens, turn, self.sizes.num_groups
+        demand = demand_of(builder, self.waiting, room, *rest)
+        if demand.prompts and builder.tokens_left:
+            num_tokens = self.sizes.choose(demand) - demand.num_decodes
+            builder.tokens_left = min(builder.tokens_left, max(1, num_tokens))
 
     def _forget_swapped(self, sequences: Iterable[SequenceState]) -> None:
         """No step will copy what these have computed to the tier: they start from their tokens."""
@@ -531,6 +555,8 @@ class Scheduler:
         self._leave_queue(sequence)
         sequence.status = Status.FINISHED
         self.lookahead.end(sequence, reason)
+        if reason in ("stop", "length"):
+            self.sizes.ended(sequence.num_output_tokens)
         event.finish_reason = reason
         event.metrics = sequence.metrics()
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)

@@ -98,6 +98,10 @@ class Tier:
         """Return where blocks `start` up to `limit` of a sequence are, until one is missing."""
         return []
 
+    def knows(self, block_hash: bytes) -> bool:
+        """Return whether a block may be found under this hash; counts as no query."""
+        return False
+
     def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
         """Return the extents of the blocks that come first, until one is missing."""
         return []

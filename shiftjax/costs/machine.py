@@ -139,6 +139,7 @@ class EngineOverhead:
     pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
+    sizes_steps: bool = False  # steps with prompts have the size that costs say is best
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`

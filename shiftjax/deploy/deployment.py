@@ -88,6 +88,7 @@ class Deployment:
     overlap: bool = True  # a step is scheduled while the one before it runs
     machine: str | None = None  # what predictions take the devices for; None: by their kind
     seed: int = 0  # of requests that bring none, and of random weights
+    sizes_by: Literal["cost", "largest"] = "cost"  # of steps with prompts, where costs are known
     kv_scales: str = ""  # name of the scales of a KV cache of codes: equal ones have equal names
 
     @cached_property
@@ -141,6 +142,14 @@ class Deployment:
     def needs_costs(self) -> bool:
         """Whether its policy takes a cost model of the machine."""
         return self.policy_class.needs_costs(self.threshold)
+
+    @property
+    def prices_drafts(self) -> bool:
+        """Whether drafts are as long as costs say, or the costs are needed in any case."""
+        drafts = self.drafts
+        by_cost = not drafts.fixed_drafts and drafts.draft_choice != "fill"
+        is_of_fleet = bool(self.widths) and self.fleet.traits.needs_costs
+        return self.needs_costs or by_cost or is_of_fleet
 
     @property
     def grid(self) -> Grid:

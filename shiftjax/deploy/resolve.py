@@ -112,6 +112,7 @@ def resolve(
         pp=config.parallel.pp,
         overlap=scheduler.overlap,
         machine=scheduler.machine,
+        sizes_by=scheduler.step_sizes,
         seed=config.model.seed,
     )
     _ = deployment.fixed  # that its groups can be formed

@@ -49,7 +49,8 @@ def describe_width(deployment: Deployment, wanted: Wanted) -> str:
 def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     """The cost model of this machine, if something asks for it.
 
-    Raises ConfigError for an unknown machine that something needs; drafts can do without.
+    Raises ConfigError for an unknown machine that something needs; drafts and sizes of steps can
+    do without.
     """
     machine = deployment.machine
     choice = deployment.drafts.draft_choice
@@ -57,7 +58,9 @@ def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     is_needed = deployment.needs_costs or (drafts and choice == "cost")
     is_needed |= bool(deployment.widths) and deployment.fleet.traits.needs_costs
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
-    if not (is_needed or (drafts and choice == "auto" and is_known)):
+    is_read = drafts and choice == "auto"
+    is_read |= deployment.sizes_by == "cost" and (machine is not None or device.platform != "cpu")
+    if not (is_needed or (is_read and is_known)):
         return None
     name, hosts = machine or machine_of(device.device_kind), jax.process_count()
     if hosts > 1 and not (is_needed or load_machine(name).network):

@@ -7,8 +7,7 @@ from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.costs.work import Work
-from shiftjax.drafts.step_times import StepKind, StepTimes
+from shiftjax.costs.step_times import StepTimes, kind_of, predicted
 from shiftjax.parallel.grid import Mode
 
 
@@ -52,9 +51,9 @@ class Prices:
             )
             mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
             is_hidden = overlap and not num
-            seconds = _predicted(costs, mode, last_mode, step, is_hidden)
+            seconds = predicted(costs, mode, last_mode, step, is_hidden)
             seconds += guess_seconds if num else 0.0
-            return seconds * self.times.factor(_kind(costs, mode, step, is_hidden))
+            return seconds * self.times.factor(kind_of(costs, mode, step, is_hidden))
 
         return predict
 
@@ -70,18 +69,7 @@ class Prices:
         if costs is None:
             return
         work = work_of(plan)
-        predicted = _predicted(costs, mode, last_mode, work, is_hidden)
-        predicted += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
-        kind = _kind(costs, mode, work, is_hidden)
-        self.times.learn(kind, seconds - plan.proposing_seconds, predicted)
-
-
-def _predicted(
-    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
-) -> float:
-    seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
-    return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
-
-
-def _kind(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepKind:
-    return StepKind(mode, *costs.size_of(work), is_hidden)
+        expected = predicted(costs, mode, last_mode, work, is_hidden)
+        expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
+        kind = kind_of(costs, mode, work, is_hidden)
+        self.times.learn(kind, seconds - plan.proposing_seconds, expected)

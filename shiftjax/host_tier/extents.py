@@ -221,6 +221,10 @@ class HostBlocks(Tier):
         self._num_hit_tokens += len(places) * self.block_size
         return places
 
+    def knows(self, block_hash: bytes) -> bool:
+        """Whether a block is in the index; may be too hopeful."""
+        return (self.block_size, block_hash) in self.memory.index
+
     def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
         """The extents of the blocks that come first, until one is missing; may be too hopeful."""
         extents: dict[Extent, None] = {}

@@ -11,10 +11,10 @@ from shiftjax.core.lane import Lane
 from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step_times import StepTimes
 from shiftjax.draft_options import DraftOptions
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
-from shiftjax.drafts.step_times import StepTimes
 from shiftjax.options import ConfigError
 from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, acceptance_from
 from shiftjax.sim.echo import EchoRunner, echo_token

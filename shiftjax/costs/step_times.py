@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 
 PRIOR_STEPS = 4.0  # what is known of all kinds weighs as much as so many steps of one
@@ -18,6 +20,19 @@ class StepKind(NamedTuple):
     num_tokens: int  # padded
     num_rows: int  # padded
     is_hidden: bool
+
+
+def kind_of(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepKind:
+    """The kind of a step of this work."""
+    return StepKind(mode, *costs.size_of(work), is_hidden)
+
+
+def predicted(
+    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
+) -> float:
+    """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs."""
+    seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
+    return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
 
 
 class _Seen(NamedTuple):

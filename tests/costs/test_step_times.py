@@ -18,7 +18,7 @@ from shiftjax.core.policies import ThresholdPolicy
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.machine_files import load_engine
-from shiftjax.drafts.step_times import MOST_SURPRISE, PRIOR_STEPS, StepKind, StepTimes
+from shiftjax.costs.step_times import MOST_SURPRISE, PRIOR_STEPS, StepKind, StepTimes
 from shiftjax.sim.replay import Clock
 
 KINDS = [StepKind(SHIFT, size, size, False) for size in (8, 16, 32)]

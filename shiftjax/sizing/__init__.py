@@ -1,0 +1,1 @@
+"""Sizes of steps, and the order of prompts, by what steps cost. No JAX."""

@@ -1,0 +1,164 @@
+"""Sizes of steps with prompts by what steps cost, and who may pass whom. No JAX.
+
+What a size costs is what the policy that chooses modes would make of it, corrected by what steps
+of its kind have taken. `drain.py` has the formulas.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from shiftjax.core.policy import Policy, work_of
+from shiftjax.core.request import StepPlan
+from shiftjax.core.step_sizes import Demand, StepSizes
+from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.costs.step_times import StepKind, StepTimes, kind_of, predicted
+from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.parallel.grid import Mode
+from shiftjax.sizing.drain import Queue, best_size
+
+ARRIVALS = 0.2  # share of the recent rate that is taken to go on
+PATIENCE = 2.0  # times what its prompt takes to compute, for which a request may be passed
+RECENT, LEAST_RECENT = 16, 8  # arrivals that tell the rate: of so many, and not of fewer
+PROMPT_SHARE, ANSWER_SHARE = 0.05, 0.02  # of the newest in the moving means of their tokens
+FIRST_ANSWER = 128.0  # tokens of an answer, before any has ended
+
+
+def sizes_by_costs(deployment: Deployment, costs: GroupCosts | None) -> bool:
+    """Whether steps of a deployment have sizes by these costs.
+
+    Not those of a pipeline or of a phase of its own, which have other limits, nor of engines that
+    have no such choice. That devices are a CPU does not say how fast it is: there costs count
+    where the policy or the setting `machine` names them.
+    """
+    if costs is None or deployment.pp > 1 or deployment.parks:
+        return False
+    names = deployment.needs_costs or deployment.machine is not None
+    is_known = names or not costs.machine.shared_cores
+    return deployment.sizes_by == "cost" and costs.engine.sizes_steps and is_known
+
+
+def patience_of(
+    sizes: Sequence[int], policy: Policy, modes: Sequence[Mode], costs: GroupCosts
+) -> float:
+    """Seconds that a request may be passed for, by prompt token."""
+    work = Work.prefill(max(sizes))
+    mode = policy.mode_of(work, modes, 0, None)
+    return PATIENCE * costs.mode_seconds(mode, costs.size_of(work)) / work.num_tokens
+
+
+class CostSizes(StepSizes):
+    """Chooses the tokens of steps of one group from what they cost.
+
+    `sizes` are those that are compiled, `policy` chooses among `modes`.
+    """
+
+    chooses = True
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        policy: Policy,
+        modes: Sequence[Mode],
+        costs: GroupCosts,
+        num_groups: int = 1,
+    ):
+        self.sizes, self.num_groups = sorted(set(sizes)), num_groups
+        self.answer = FIRST_ANSWER  # tokens, of those that have ended: a moving mean
+        self.prompt = 0.0  # tokens that are not known already, of those that have come
+        self.times = StepTimes()
+        self._policy, self._modes, self._costs = policy, modes, costs
+        self._arrivals: deque[float] = deque(maxlen=RECENT)
+        self._padded: dict[tuple[int, int], tuple[int, int]] = {}
+        self._last_mode: Mode | None = None  # of the step that ended last
+        self._read, self._pair = _slopes(costs, modes[0])
+
+    def arrived(self, seconds: float, num_tokens: int) -> None:
+        """A prompt has come: how many come in a second, and how long they are."""
+        self._arrivals.append(seconds)
+        share = PROMPT_SHARE if self.prompt else 1.0
+        self.prompt += share * (num_tokens - self.prompt)
+
+    def ended(self, num_output_tokens: int) -> None:
+        """An answer has ended: how long they are."""
+        self.answer += ANSWER_SHARE * (num_output_tokens - self.answer)
+
+    def rate(self, now: float) -> float:
+        """Requests that come in a second."""
+        num = len(self._arrivals)
+        return 0.0 if num < LEAST_RECENT else num / max(1e-3, now - min(self._arrivals))
+
+    def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
+        """A step has ended; what its like are said to take follows."""
+        if not plan.scheduled:
+            return
+        costs, work = self._costs, work_of(plan)
+        expected = predicted(costs, mode, self._last_mode, work, is_hidden)
+        expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
+        kind = kind_of(costs, mode, work, is_hidden)
+        self.times.learn(kind, seconds - plan.proposing_seconds, expected)
+        self._last_mode = mode
+
+    def choose(self, demand: Demand) -> int:
+        """Return the size that is best for all that waits, see `drain.py`."""
+        ends = list(accumulate(left for left, _ in demand.prompts))
+        queue = Queue(
+            demand.num_decodes,
+            ends,
+            demand.num_more,
+            int(demand.num_more * self.prompt),
+            ARRIVALS * self.rate(demand.turn.now),
+            self.answer,
+        )
+        return best_size(self.sizes, demand.most, queue, self._seconds(demand, ends))
+
+    def _seconds(self, demand: Demand, ends: Sequence[int]) -> Callable[[int, int], float]:
+        """Seconds of a step of `sizes[i]` with n prompt tokens."""
+        turn, num_decodes, costs = demand.turn, demand.num_decodes, self._costs
+        pairs = sum(left * (start + left / 2) for left, start in demand.prompts)
+        slope = self._pair * pairs / ends[-1]  # of attention, for a prompt token
+        reading = self._read * demand.context
+        host = costs.host_seconds(Work.decode(num_decodes + len(ends), 0))
+        bases: dict[tuple[int, int], tuple[float, float]] = {}
+
+        def seconds(i: int, num_prompt_tokens: int) -> float:
+            num_waiting = self._num_left(demand, ends, num_prompt_tokens)
+            if (i, num_waiting) not in bases:
+                bases[i, num_waiting] = self._base(self.sizes[i], demand, num_waiting)
+            base, factor = bases[i, num_waiting]
+            device = base + reading + slope * num_prompt_tokens
+            return factor * (max(device, host) if turn.is_hidden else device + host)
+
+        return seconds
+
+    def _num_left(self, demand: Demand, ends: Sequence[int], num_prompt_tokens: int) -> int:
+        """How many sequences would still wait after a step with so many prompt tokens."""
+        if not num_prompt_tokens:
+            return 0
+        num_started = min(len(ends), 1 + bisect_left(ends, num_prompt_tokens))
+        return demand.num_waiting - max(0, num_started - demand.num_begun)
+
+    def _base(self, num_tokens: int, demand: Demand, num_waiting: int) -> tuple[float, float]:
+        """(seconds but for attention and the host, what steps of the kind have taken of that)."""
+        turn, num_rows = demand.turn, min(num_tokens, demand.num_decodes + 1)
+        work = Work(num_tokens, num_rows, num_rows, 0, 0, 0, demand.num_decodes)
+        size = self._padded.get((num_tokens, num_rows))
+        if size is None:
+            size = self._padded[num_tokens, num_rows] = self._costs.size_of(work)
+        mode = self._policy.mode_of(work, self._modes, num_waiting, turn.last_mode)
+        factor = self.times.factor(StepKind(mode, *size, turn.is_hidden))
+        return self._costs.mode_seconds(mode, size), factor
+
+
+def _slopes(costs: GroupCosts, mode: Mode) -> tuple[float, float]:
+    """(seconds of a context token of a decode, of a pair of query and key of a chunk), about."""
+
+    def difference(more: Work, less: Work) -> float:
+        return costs.device_seconds(mode, more) - costs.device_seconds(mode, less)
+
+    num, long, short, chunk = 64, 4096, 64, 256
+    read = difference(Work.decode(num, long), Work.decode(num, short)) / (num * (long - short))
+    pair = difference(Work.prefill(chunk, 2 * long), Work.prefill(chunk)) / (chunk * 2 * long)
+    return max(0.0, read), max(0.0, pair)

@@ -1,0 +1,108 @@
+"""Which size of steps is best until all prompts that wait are done. No JAX, no queues.
+
+A step of b tokens with d decodes computes p = b - d prompt tokens in t(b) seconds, of which each
+decode waits t(b) - t0, where t0 is a step of theirs alone. Steps of b until all P prompt tokens
+that wait are done would be K = ceil(P / p); prompt j, which ends at token C_j of them, has its
+first token after k_j = ceil(C_j / p) steps. Whoever decodes makes a token a step, at most R of them
+(the mean of the answers that have ended), and each comes t(b) - t0 late:
+
+    D(b) = (K - 1) t(b) + t(bucket of the rest)             until all are done
+    F(b) = sum_j min(k_j t(b), D(b)) + rate D(b)^2 / 2      first tokens, of those to come, too
+    J(b) = WEIGHT F(b) + [ sum_j min(R, K - k_j) + d min(R, K) ] (t(b) - t0)
+
+The step has the compiled b with the least J, among those that keep first tokens no more than
+`SLACK` later than the largest step would: F(b) <= (1 + SLACK) F(largest), and the same for D.
+(That a second prompt in a full step only delays the first: vLLM's pull request 33743.)
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+WEIGHT = 6.0  # of a second until a first token, in seconds of tokens after it
+SLACK = 0.1  # by which first tokens may be later than with the largest step
+
+
+class Queue(NamedTuple):
+    """What waits for steps."""
+
+    num_decodes: int
+    ends: Sequence[int]  # tokens of each prompt and of all before it, in order
+    num_more: int = 0  # prompts behind these
+    more_tokens: int = 0  # of all of those
+    rate: float = 0.0  # prompts that are to come, a second
+    answer: float = 128.0  # tokens of one
+
+
+class Sized(NamedTuple):
+    """What steps of a size come to; seconds."""
+
+    drain: float  # until all that waits is done
+    first: float  # until first tokens, summed over prompts
+    late: float  # that tokens of decodes come later, summed
+
+    @property
+    def cost(self) -> float:
+        """What is made as small as can be."""
+        return WEIGHT * self.first + self.late
+
+
+def best_size(
+    sizes: Sequence[int], most: int, queue: Queue, seconds: Callable[[int, int], float]
+) -> int:
+    """Return the tokens of a step: one of `sizes`, which ascend, or `most` if that is less.
+
+    `seconds(i, n)` is what a step of `sizes[i]` takes with n prompt tokens in it; with none, it is
+    one of decodes alone.
+    """
+    num_decodes, total = queue.num_decodes, queue.ends[-1] + queue.more_tokens
+    top = len(sizes) - 1
+    largest = min(bisect_left(sizes, min(num_decodes + total, most)), top)
+    alone = seconds(min(bisect_left(sizes, max(num_decodes, 1)), top), 0)
+    best, bound = None, None
+    for i in range(largest, bisect_left(sizes, num_decodes + 1) - 1, -1):
+        if sizes[i] <= num_decodes:
+            break
+        sized = _sized(sizes, i, queue, seconds, alone)
+        if bound is None:
+            bound = sized
+        elif not _keeps(sized, bound):
+            continue
+        if best is None or sized.cost < best[0]:
+            best = sized.cost, sizes[i]
+    return most if best is None else min(most, best[1])
+
+
+def _keeps(sized: Sized, largest: Sized) -> bool:
+    """Whether first tokens come no later than the slack allows."""
+    most = 1 + SLACK
+    return sized.drain <= most * largest.drain and sized.first <= most * largest.first
+
+
+def _sized(
+    sizes: Sequence[int],
+    i: int,
+    queue: Queue,
+    seconds: Callable[[int, int], float],
+    alone: float,
+) -> Sized:
+    d, ends, num_more, more_tokens, rate, answer = queue
+    p, total = sizes[i] - d, ends[-1] + more_tokens
+    each = seconds(i, min(p, total))
+    num_steps = -(-total // p)
+    rest = total - (num_steps - 1) * p
+    last = seconds(min(bisect_left(sizes, d + rest), i), rest)
+    drain, delay = (num_steps - 1) * each + last, each - alone
+    num_late = d * min(answer, num_steps - 1)
+    first, step = 0.0, 1
+    for end in ends:
+        step = -(-end // p)
+        first += drain if step == num_steps else step * each
+        num_late += min(answer, num_steps - step)
+    if num_more:
+        first += num_more * (step * each + drain) / 2
+        num_late += num_more * min(answer, (num_steps - step) / 2)
+    late = num_late * delay
+    if num_steps <= answer:
+        late += d * (last - alone)
+    return Sized(drain, first + rate * drain * drain / 2, late)
