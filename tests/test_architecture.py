@@ -35,6 +35,7 @@ FLOORS = (
     ("shiftjax.core", NO_JAX),
     ("shiftjax.host_tier", NO_JAX),
     ("shiftjax.deploy", NO_JAX),
+    ("shiftjax.sizing", NO_JAX),
     ("shiftjax.drafts", NO_JAX),
     ("shiftjax.fleet", NO_JAX),
     ("shiftjax.phases", NO_JAX),

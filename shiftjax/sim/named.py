@@ -4,7 +4,7 @@
     pp4tp2                  degrees; as many such groups as the machine holds
     pp8:tp8                 degrees of prompts and of decodes, in turns
     fleet:load:tp2          a fleet, and words of `FLEET_WORDS` or degrees after colons
-    shift,max_num_seqs=64   names and settings, joined; settings win over names
+    shift,max_num_seqs=64   names and settings, or controls, joined; these win over names
 
 All go through the same `resolve` as the settings of an engine.
 """
@@ -109,9 +109,10 @@ def fragment_of(target: Target, text: str) -> Fragment:
     for name, is_setting, _ in words:
         found |= {} if is_setting else _named(target, name)
     given = {name: value for name, is_setting, value in words if is_setting}
-    if wrong := [unknown_name(name, SETTINGS) for name in given if name not in SETTINGS]:
+    known = {**SETTINGS, **CONTROLS}
+    if wrong := [unknown_name(name, SETTINGS) for name in given if name not in known]:
         raise ConfigError(wrong)
-    return found | {name: from_text(SETTINGS[name], value) for name, value in given.items()}
+    return found | {name: from_text(known[name], value) for name, value in given.items()}
 
 
 def _named(target: Target, name: str) -> Fragment:

@@ -31,6 +31,7 @@ def settings(text: str) -> Deployment:
             "fleet:soft,tp=2",
             {"fleet": True, "policy": "cost", "tp": 2, "controls": {"switch": "soft"}},
         ),
+        ("cost,step_sizes=largest", {"policy": "cost", "controls": {"step_sizes": "largest"}}),
         ("cost,num_blocks=99", {"policy": "cost", "num_blocks": 99}),
         ("fleet:load:tp2", {"fleet": True, "policy": "cost", "fleet_policy": "load", "tp": 2}),
         ("tp=8,token_buckets=16,8192", {"tp": 8, "token_buckets": (16, 8192)}),

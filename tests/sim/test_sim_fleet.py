@@ -259,9 +259,24 @@ def test_the_cost_policy_is_near_the_best_groups_that_stay(engine, rate):
     options = {"model": "llama-70b", "machine": "h200x8", "dtype": "fp8", "engine": engine}
     target, trace = target_from(options), poisson(rate, 4.0, 600, 60)
     names = ("fleet:8", "fleet:4+4", "fleet:2+2+2+2", "fleet:" + "+".join("1" * 8), "fleet")
-    rows = [summary(replay(trace, target, fleet(name, target, max_num_seqs=64))) for name in names]
+    options = {"max_num_seqs": 64, "step_sizes": "largest"}  # which is what it predicts
+    rows = [summary(replay(trace, target, fleet(name, target, **options))) for name in names]
     best = min(row["completion_mean_seconds"] for row in rows[:-1])
     assert rows[-1]["completion_mean_seconds"] <= 1.04 * best
+
+
+@pytest.mark.parametrize("rate", [2.0, 40.0])
+def test_with_sizes_by_cost_every_arrangement_is_quicker(rate):
+    """Narrow groups gain most: how much the choice of groups does not foresee."""
+    options = {"model": "llama-70b", "machine": "h200x8", "dtype": "fp8", "engine": "shiftjax"}
+    target, trace = target_from(options), poisson(rate, 4.0, 600, 60)
+    for name in ("fleet:8", "fleet:4+4", "fleet"):
+        means = {}
+        for sizes in ("largest", "cost"):
+            deployment = fleet(name, target, max_num_seqs=64, step_sizes=sizes)
+            row = summary(replay(trace, target, deployment))
+            means[sizes] = row["completion_mean_seconds"]
+        assert means["cost"] <= (0.9 if rate == 40.0 else 1.0) * means["largest"], name
 
 
 # ------------------------------------------------------------------ names and plans
