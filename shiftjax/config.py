@@ -278,8 +278,8 @@ class SchedulerOptions:
     )
     machine: str | None = option(
         None,
-        "what the cost policy, drafts and phases = auto take the machine for: a name or a .yaml "
-        "file; default: by device",
+        "what the cost policy, sizes of steps, drafts and phases = auto take the machine for: a "
+        "name or a .yaml file; default: by device",
     )
     shift_threshold: int | None = option(
         None,
@@ -491,12 +491,15 @@ def _machine_is_used(
     phases: str | None,
     weights: str,
     shift_threshold: int | None,
+    step_sizes: str,
+    pp: int,
 ) -> str | None:
     has_number = shift_threshold is not None or weights != "gather"
     steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
     drafts_by_cost = speculation != "none" and draft_choice != "fill" and not fixed_drafts
     fleet_by_cost = fleet and traits_of(fleet_policy).needs_costs
-    chosen_by_cost = drafts_by_cost or fleet_by_cost or phases == AUTO_PHASES
+    sizes_by_cost = step_sizes == "cost" and pp == 1 and phases is None
+    chosen_by_cost = drafts_by_cost or fleet_by_cost or sizes_by_cost or phases == AUTO_PHASES
     if machine is None or chosen_by_cost or steps_by_cost:
         return None
     return f"machine = {machine} has no meaning with policy = {policy}: drop one"

@@ -172,12 +172,19 @@ BROKEN_RULES = [
     (HOSTS | {"host_rank": 2}, "host_rank = 2 must be below hosts = 2"),
     (HOSTS | {"sp": 3, "tp": 1}, "as many devices each, and 3 are asked for"),
     ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
-    ({"machine": "h200x8"}, "machine = h200x8 has no meaning"),
+    (
+        {"machine": "h200x8", "controls": {"step_sizes": "largest"}},
+        "machine = h200x8 has no meaning",
+    ),
     ({"preemption": "swap"}, "preemption = swap needs host_memory, say 8GiB, got '0'"),
     ({"host_memory": "8MB", "prefix_caching": False}, "host_memory = 8MB has no meaning without"),
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
     ({"token_buckets": [64, 512]}, "token_buckets end at 512, but a step may have"),
-    ({"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}, "has no meaning"),
+    (
+        {"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}
+        | {"controls": {"step_sizes": "largest"}},
+        "machine = h200x8 has no meaning",
+    ),
     (
         {"speculation": "ngram", "controls": {"prompt_lookup_min": 6}},
         "prompt_lookup_min = 6 is above",
@@ -269,6 +276,7 @@ def test_every_rule_is_tried_above():
         {"token_buckets": [8, 64, 1024]},
         {"memory_fraction": 1},
         {"shift_threshold": 0},
+        {"machine": "h200x8"},
         {"fleet": True, "devices": 8, "tp": 2, "machine": "h200x8"},
         {"fleet": True, "fleet_policy": "load", "bind_at": 3.9, "controls": {"switch": "hard"}},
         {"fleet": True, "fleet_policy": "priority"},

@@ -60,14 +60,14 @@ class BlockTables:
         """
         if not self.prefix_caching or request.sampling.prompt_logprobs is not None:
             return 0
-        tokens, size = request.prompt_token_ids, self._hash_size
+        tokens, size = list(request.prompt_token_ids), self._hash_size
         several = self.block_size // size
         limit = (len(tokens) - 1) // self.block_size
         for number in range(limit):
             end = (number + 1) * several
             if len(hashes) < end:
                 root = root_hash(*self._identity, request.adapter, request.cache_salt)
-                beginning = list(tokens)[: min(2 * end, limit * several) * size]
+                beginning = tokens[: min(2 * end, limit * several) * size]
                 extend_hashes(hashes, root, beginning, size)
             block_hash = hashes[end - 1]
             if not self.device.is_indexed(block_hash) and not self.tier.knows(block_hash):

@@ -59,7 +59,9 @@ def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     is_needed |= bool(deployment.widths) and deployment.fleet.traits.needs_costs
     is_known = machine is not None or device.device_kind in MACHINE_OF_DEVICE
     is_read = drafts and choice == "auto"
-    is_read |= deployment.sizes_by == "cost" and (machine or device.device_kind) != "cpu"
+    is_read |= deployment.sizes_by == "cost" and (
+        machine is not None or device.device_kind != "cpu"
+    )
     if not (is_needed or (is_read and is_known)):
         return None
     name, hosts = machine or machine_of(device.device_kind), jax.process_count()

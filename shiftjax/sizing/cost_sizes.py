@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from shiftjax.core.policy import Policy, work_of
 from shiftjax.core.request import StepPlan
@@ -23,6 +24,7 @@ ARRIVALS = 0.2  # share of the recent rate that is taken to go on
 PATIENCE = 2.0  # times what its prompt takes to compute, for which a request may be passed
 RECENT, LEAST_RECENT = 16, 8  # arrivals that tell the rate: of so many, and not of fewer
 PROMPT_SHARE, ANSWER_SHARE = 0.05, 0.02  # of the newest in the moving means of their tokens
+LEARNT_DECODES = 8  # of so many steps of decodes alone one is learned from: most are alike
 FIRST_ANSWER = 128.0  # tokens of an answer, before any has ended
 
 
@@ -73,7 +75,7 @@ class CostSizes(StepSizes):
         self._arrivals: deque[float] = deque(maxlen=RECENT)
         self._padded: dict[tuple[int, int], tuple[int, int]] = {}
         self._last_mode: Mode | None = None  # of the step that ended last
-        self._read, self._pair = _slopes(costs, modes[0])
+        self._attention = _attention_of(costs, modes[0])
 
     def arrived(self, seconds: float, num_tokens: int) -> None:
         """A prompt has come: how many come in a second, and how long they are."""
@@ -92,14 +94,14 @@ class CostSizes(StepSizes):
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
         """A step has ended; what its like are said to take follows."""
-        if not plan.scheduled:
+        last_mode, self._last_mode = self._last_mode, mode
+        if not plan.scheduled or (not plan.chunks and plan.step_id % LEARNT_DECODES):
             return
         costs, work = self._costs, work_of(plan)
-        expected = predicted(costs, mode, self._last_mode, work, is_hidden)
+        expected = predicted(costs, mode, last_mode, work, is_hidden)
         expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
         kind = kind_of(costs, mode, work, is_hidden)
         self.times.learn(kind, seconds - plan.proposing_seconds, expected)
-        self._last_mode = mode
 
     def choose(self, demand: Demand) -> int:
         """Return the size that is best for all that waits, see `drain.py`."""
@@ -118,8 +120,9 @@ class CostSizes(StepSizes):
         """Seconds of a step of `sizes[i]` with n prompt tokens."""
         turn, num_decodes, costs = demand.turn, demand.num_decodes, self._costs
         pairs = sum(left * (start + left / 2) for left, start in demand.prompts)
-        slope = self._pair * pairs / ends[-1]  # of attention, for a prompt token
-        reading = self._read * demand.context
+        attention = self._attention
+        slope = attention.token + attention.pair * pairs / ends[-1]  # for a prompt token
+        reading = attention.fixed + attention.read * demand.context
         host = costs.host_seconds(Work.decode(num_decodes + len(ends), 0))
         bases: dict[tuple[int, int], tuple[float, float]] = {}
 
@@ -152,13 +155,26 @@ class CostSizes(StepSizes):
         return self._costs.mode_seconds(mode, size), factor
 
 
-def _slopes(costs: GroupCosts, mode: Mode) -> tuple[float, float]:
-    """(seconds of a context token of a decode, of a pair of query and key of a chunk), about."""
+class _Attention(NamedTuple):
+    """Seconds of attention, about: the same in every mode."""
 
-    def difference(more: Work, less: Work) -> float:
-        return costs.device_seconds(mode, more) - costs.device_seconds(mode, less)
+    fixed: float
+    read: float  # for each token that decodes attend to
+    token: float  # for each token of a chunk
+    pair: float  # for each pair of query and key of chunks
+
+
+def _attention_of(costs: GroupCosts, mode: Mode) -> _Attention:
+    """By differences of steps, two of decodes and two of chunks."""
+
+    def seconds(work: Work) -> float:
+        return costs.device_seconds(mode, work) - costs.mode_seconds(mode, costs.size_of(work))
 
     num, long, short, chunk = 64, 4096, 64, 256
-    read = difference(Work.decode(num, long), Work.decode(num, short)) / (num * (long - short))
-    pair = difference(Work.prefill(chunk, 2 * long), Work.prefill(chunk)) / (chunk * 2 * long)
-    return max(0.0, read), max(0.0, pair)
+    few, many = (seconds(Work.decode(num, context)) for context in (short, long))
+    first, late = (seconds(Work.prefill(chunk, start)) for start in (0, 2 * long))
+    read = max(0.0, many - few) / (num * (long - short))
+    pair = max(0.0, late - first) / (chunk * 2 * long)
+    fixed = max(0.0, few - read * num * short)
+    token = max(0.0, (first - fixed) / chunk - pair * chunk / 2)
+    return _Attention(fixed, read, token, pair)
