@@ -538,3 +538,41 @@ def test_prompts_that_are_cut_by_a_bind_go_on_within_the_budgets_of_one_group():
     assert engine.topology.find(Fleet).stats.num_moved_sequences == 4
     assert engine.stats().num_failed_steps == 0
     assert_as_alone(engine, requests, listener)
+
+
+@pytest.mark.parametrize("is_bind", [True, False])
+def test_sequences_keep_their_place_in_the_order_when_groups_change(is_bind):
+    """Running and waiting ones, of prompts that may pass each other, in one patience for all."""
+    widths = (1, UNITS) if is_bind else (UNITS, 1)
+    before, after = (equal_groups(UNITS, width) for width in widths)
+    engine = make_fleet(arrangement=before, max_num_seqs=4, max_num_batched_tokens=4)
+    engine.patience = 0.5
+    listener, lengths = Listener(), [12, 3, 7, 1, 9, 2, 5, 4, 11, 6] * 2
+    requests = [
+        make_request(str(n), [n % 13] * length, 0.1 * n, max_tokens=9, ignore_eos=True)
+        for n, length in enumerate(lengths)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    for turn in range(2):
+        listener.hear(engine.step(2.0 + turn))
+
+    def orders():
+        lanes = (lane.scheduler.requests.values() for lane in engine.lanes)
+        return {each.request.request_id: each.order for lane in lanes for (each,) in lane}
+
+    held = orders()
+    assert len(held) > 2
+    engine.topology.find(Fleet).policy.wishes = [Wish(after, "told")]
+    for turn in range(2, 5):
+        listener.hear(engine.step(2.0 + turn))
+        engine.check()
+    (last,) = engine.topology.find(Fleet).history
+    assert last.num_sequences
+    later = orders()
+    assert later.keys() & held.keys()
+    for name, order in (held | later).items():
+        number = int(name)
+        assert order == (0, 0.1 * number + 0.5 * lengths[number], number, 0)
+    run_to_end(engine, listener)
+    assert_as_alone(engine, requests, listener)

@@ -1,0 +1,101 @@
+"""Mutants of the sizes of steps with prompts, and of the order of prompts."""
+
+from mutant import Mutant
+
+DRAIN = "shiftjax/sizing/drain.py"
+SIZES = "shiftjax/sizing/cost_sizes.py"
+SEAM = "shiftjax/core/step_sizes.py"
+ENGINE = "shiftjax/core/engine.py"
+SCHEDULER = "shiftjax/core/scheduler.py"
+TABLES = "shiftjax/core/block_tables.py"
+ASSEMBLY = "shiftjax/assembly.py"
+
+TEST_DRAIN = ("tests/sizing/test_drain.py",)
+TEST_SIZES = ("tests/sizing/test_cost_sizes.py",)
+TEST_SEAM = ("tests/core/test_step_sizes.py",)
+
+ROWS: tuple[Mutant, ...] = (
+    Mutant(
+        "first tokens weigh little", "sizes", DRAIN,
+        "return WEIGHT * self.first + self.late", "return 0.1 * self.first + self.late",
+        TEST_DRAIN, "prompts wait for decodes",
+    ),
+    Mutant(
+        "first tokens may be as late as they like", "sizes", DRAIN,
+        "most = 1 + SLACK", "most = 100",
+        TEST_DRAIN, "an overload delays every first token",
+    ),
+    Mutant(
+        "the rest is not padded", "sizes", DRAIN,
+        "last = seconds(min(bisect_left(sizes, d + rest), i), rest)",
+        "last = each * rest / p",
+        TEST_DRAIN, "a few tokens are left for a step that is nearly empty",
+    ),
+    Mutant(
+        "nobody comes any more", "sizes", DRAIN,
+        "first + rate * drain * drain / 2", "first",
+        TEST_DRAIN, "steps are too small where many come",
+    ),
+    Mutant(
+        "prompts far behind all end last", "sizes", DRAIN,
+        "first += num_more * (step * each + drain) / 2", "first += num_more * drain",
+        TEST_DRAIN, "in an overload sizes are those of other traffic",
+    ),
+    Mutant(
+        "what decodes wait for is no loss", "sizes", DRAIN,
+        "drain, delay = (num_steps - 1) * each + last, each - alone",
+        "drain, delay = (num_steps - 1) * each + last, 0.0",
+        TEST_DRAIN, "steps are as large as ever",
+    ),
+    Mutant(
+        "sizes are priced in base", "sizes", SIZES,
+        "mode = self._policy.mode_of(work, self._modes, num_waiting, turn.last_mode)",
+        "mode = self._modes[0]",
+        TEST_SIZES, "small steps look dear where SHIFT would run them",
+    ),
+    Mutant(
+        "sizes are what the file says", "sizes", SIZES,
+        "factor = self.times.factor(StepKind(mode, *size, turn.is_hidden))", "factor = 1.0",
+        TEST_SIZES, "a size that is slow on this machine is chosen for ever",
+    ),
+    Mutant(
+        "nothing is learned", "sizes", SIZES,
+        "        self.times.learn(kind, seconds - plan.proposing_seconds, expected)\n", "",
+        TEST_SIZES, "a machine's file is believed, whatever steps take",
+    ),
+    Mutant(
+        "a fleet has the patience of single units", "sizes", ASSEMBLY,
+        "width = max(groups.costs)", "width = min(groups.costs)",
+        TEST_SIZES, "long prompts wait eight times as long as they should",
+    ),
+    Mutant(
+        "what a cache has is computed again", "sizes", SEAM,
+        "num_new = len(request.prompt_token_ids) - num_known",
+        "num_new = len(request.prompt_token_ids)",
+        TEST_SEAM, "the next turn of a conversation waits behind shorter new prompts",
+    ),
+    Mutant(
+        "priority comes after length", "sizes", ENGINE,
+        "entry = (request.priority, self._due(request), self._num_requests, request)",
+        "entry = (0, self._due(request), self._num_requests, request)",
+        TEST_SEAM, "an urgent long request waits behind short ones",
+    ),
+    Mutant(
+        "the order of a group is that of arrival", "sizes", SCHEDULER,
+        "order=(request.priority, due, number, index),",
+        "order=(request.priority, request.arrival_seconds, number, index),",
+        TEST_SEAM, "queue and group do not agree who comes first",
+    ),
+    Mutant(
+        "begun prompts keep their blocks in the context", "sizes", SEAM,
+        "context = used_tokens - sum(len(s.token_ids) for s in builder.unfinished_prompts)",
+        "context = used_tokens",
+        TEST_SEAM, "decodes look dearer than they are",
+    ),
+    Mutant(
+        "a look-up knows the last token, too", "sizes", TABLES,
+        "limit = (len(tokens) - 1) // self.block_size\n        for number",
+        "limit = len(tokens) // self.block_size\n        for number",
+        TEST_SEAM, "a prompt that is cached whole takes no step",
+    ),
+)  # fmt: skip
