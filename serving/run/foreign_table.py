@@ -113,7 +113,9 @@ IGNORED = {
     "there is one implementation of each model": "--model-impl=",
     "no code of a checkpoint is ever run": "--trust-remote-code --code-revision=",
     "preempted requests are recomputed; --preemption swap keeps them": "--swap-space=",
-    "requests run by priority, then by arrival and length": "--scheduling-policy= --schedule-policy=",
+    "requests run by priority, then by arrival and length": (
+        "--scheduling-policy= --schedule-policy="
+    ),
     "prompts are always computed in chunks": "--enable-chunked-prefill --enable-mixed-chunk",
     "a step computes parts of as many prompts as fit": (
         "--max-num-partial-prefills= --max-long-partial-prefills= "
