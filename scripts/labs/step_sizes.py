@@ -130,7 +130,7 @@ def row_of(cell: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]
 
 def main() -> None:
     """Replay every cell, first with the largest steps."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description="Replay sizes of steps by cost.")
     parser.add_argument("cells", nargs="+")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")

@@ -173,13 +173,16 @@ def test_drafts_gain_at_low_load(rate):
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.6])
 def test_the_choice_by_cost_does_not_lose_at_high_load(rate):
-    """Fixed lengths do; 4% are the steps that find out."""
-    trace, acceptance = poisson(30.0, 6.0, 600, 60), AcceptanceModel((rate,))
-    plain = row(trace, "cost")["completion_mean_seconds"]
-    chosen = row(trace, "cost", "auto", acceptance)["completion_mean_seconds"]
-    assert chosen <= 1.04 * plain
-    fixed = row(trace, "cost", "fixed", acceptance)["completion_mean_seconds"]
-    assert chosen <= 1.04 * fixed
+    """Fixed lengths do; 4% are the steps that find out. A few steps more or less move one draw."""
+    traces, acceptance = [poisson(30.0, 6.0, 600, 60, n) for n in (0, 1)], AcceptanceModel((rate,))
+
+    def mean(*drafts):
+        rows = (row(trace, "cost", *drafts) for trace in traces)
+        return sum(each["completion_mean_seconds"] for each in rows) / len(traces)
+
+    chosen = mean("auto", acceptance)
+    assert chosen <= 1.04 * mean()
+    assert chosen <= 1.04 * mean("fixed", acceptance)
 
 
 def test_where_predictions_are_exact_nothing_is_learned_of_steps(monkeypatch):
