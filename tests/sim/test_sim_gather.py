@@ -131,7 +131,9 @@ def test_settings_come_to_sp_over_all_devices_and_the_threshold_of_the_costs():
     with pytest.raises(ConfigError, match="weights = gather cannot be had with fleet"):
         EngineConfig.from_options(fleet=True, weights="gather")
     with pytest.raises(ConfigError, match="machine = cpu has no meaning"):
-        EngineConfig.from_options(machine="cpu", weights="gather", shift_threshold=9)
+        controls = {"step_sizes": "largest"}  # else it says what sizes of steps cost
+        options = {"machine": "cpu", "weights": "gather", "shift_threshold": 9}
+        EngineConfig.from_options(controls=controls, **options)
 
 
 @pytest.mark.costs(8)

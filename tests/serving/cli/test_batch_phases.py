@@ -98,7 +98,7 @@ def test_the_lengths_are_those_that_the_engine_will_see(tmp_path, monkeypatch):
         (("--phases=pp2:tp2", "--speculation=suffix"), "cannot be had with speculation"),
         (("--phases=quick",), "is no pair: write PREFILL:DECODE"),
         (("--stages=pp2:tp2",), "unknown flag '--stages'; it is now called --phases"),
-        (("--machine=a10x8",), "has no meaning with policy"),
+        (("--phases=pp2:tp2", "--machine=a10x8"), "has no meaning with policy"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(capsys, tmp_path, flags, words):

@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[3]
         (("chat", "smollm2-135m", "hello"), "unexpected argument 'hello'"),
         (("serve", "tiny", "--model=tiny-bert"), "'tiny' and --model 'tiny-bert' are two models"),
         (("convert", "x", "--to", "orbax"), "no model was given"),
-        (("check", "--machine", "h200x8"), "has no meaning with policy = threshold"),
+        (("check", "--machine", "h200x8", "--pp", "2"), "has no meaning with policy = threshold"),
         (("check", "--devices", "8", "--sp", "2", "--tp", "2"), "4 devices, but devices = 8"),
         (("convert", "smollm2-135m", "x", "--to", "gguf"), "invalid choice: 'gguf'"),
         (("convert", "smollm2-135m", ".", "--to", "orbax"), "is not an empty directory"),
