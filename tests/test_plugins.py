@@ -178,8 +178,8 @@ def test_a_server_names_them_in_its_log(python):
 
 def test_calls_and_thoughts_in_the_formats_of_a_plugin_are_found(python):
     code = """
-from serving.server.tool_formats import FORMATS, make_parser, reasoning_format, tool_format
-from serving.server.pieces import CallBegin, Reasoning
+from serving.server.formats.tool_formats import FORMATS, make_parser, reasoning_format, tool_format
+from serving.server.formats.pieces import CallBegin, Reasoning
 from serving.server.tools import ToolWish
 from serving.server.fields import Function
 from shiftjax.plugins import load_plugins

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from serving.proto import shiftjax_pb2 as pb
+from serving.server.formats.pieces import CallArguments, CallBegin, Parser, Piece, Reasoning, Text
 from serving.server.handle import Delta, RequestHandle
-from serving.server.pieces import CallArguments, CallBegin, Parser, Piece, Reasoning, Text
 from serving.server.request_timeline import timeline_of
 from serving.server.responses import is_own_end, text_of, usage
 from serving.server.served import Generation

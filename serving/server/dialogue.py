@@ -9,19 +9,19 @@ from typing import Any
 from serving.server.effort import effort_variables
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, Function
-from serving.server.grammar_source import GrammarSource
-from serving.server.options import ServerOptions
-from serving.server.pieces import Parser, PlainParser, WithoutReasoning
-from serving.server.schema import Wish
-from serving.server.system_turns import SystemTurns
-from serving.server.tool_formats import (
+from serving.server.formats.pieces import Parser, PlainParser, WithoutReasoning
+from serving.server.formats.tool_formats import (
     make_parser,
     reasoning_format,
     told,
     tool_format,
     visible_marks,
 )
-from serving.server.tool_grammar import call_grammar, needs_grammar
+from serving.server.formats.tool_grammar import call_grammar, needs_grammar
+from serving.server.grammar_source import GrammarSource
+from serving.server.options import ServerOptions
+from serving.server.schema import Wish
+from serving.server.system_turns import SystemTurns
 from serving.server.tools import written_tools
 from shiftjax.core.request import TokenConstraint
 from shiftjax.text.chat import ChatTemplate

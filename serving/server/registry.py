@@ -3,7 +3,7 @@
 Each function adds a row to a table, and raises ValueError for a name that is taken.
 """
 
-from serving.server.tool_formats import FORMATS, CallMarks, ToolFormat, Written
+from serving.server.formats.tool_formats import FORMATS, CallMarks, ToolFormat, Written
 from shiftjax.options import add_choice
 from shiftjax.text.thinking import MARKS, ThinkingMarks
 

@@ -7,9 +7,7 @@ import msgspec
 
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
-from serving.server.handle import Delta, RequestHandle
-from serving.server.logprobs import LogprobWriter, finite
-from serving.server.pieces import (
+from serving.server.formats.pieces import (
     CallArguments,
     CallBegin,
     Parser,
@@ -18,6 +16,8 @@ from serving.server.pieces import (
     Reasoning,
     Text,
 )
+from serving.server.handle import Delta, RequestHandle
+from serving.server.logprobs import LogprobWriter, finite
 from serving.server.request_timeline import asked_timeline
 from serving.server.served import Generation
 from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, echoed, given_ids, prompt_ids

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.server.formats.pieces import Parser, PlainParser
 from serving.server.handle import RequestHandle
-from serving.server.pieces import Parser, PlainParser
 from serving.server.schema import Wish
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader

@@ -5,7 +5,7 @@ from mutant import Mutant
 SCHEMA = "serving/server/schema.py"
 JSON_BODY = "serving/server/json_body.py"
 RESPONSES = "serving/server/responses.py"
-PARSERS = "serving/server/tool_parsers.py"
+PARSERS = "serving/server/formats/tool_parsers.py"
 GRAMMAR = "serving/server/grammar.py"
 DETOKENIZER = "shiftjax/text/detokenizer.py"
 HOSTS = "shiftjax/hosts/calls.py"
@@ -14,7 +14,7 @@ TEST_FIELDS = "tests/serving/server/test_fields.py"
 TEST_SCHEMA = "tests/serving/server/test_schema.py"
 TEST_ERRORS = "tests/serving/server/test_errors.py"
 GENERATE = "tests/serving/http/test_generate.py"
-TEST_PARSERS = "tests/serving/server/test_tool_parsers.py"
+TEST_PARSERS = "tests/serving/server/formats/test_tool_parsers.py"
 HTTP_TOOLS = "tests/serving/http/test_tools.py"
 TEST_GRAMMAR = "tests/serving/server/test_grammar.py"
 GRAMMAR_DRAFTS = "tests/serving/server/test_grammar_drafts.py"
@@ -53,7 +53,8 @@ PARSER_ROWS = (
         (TEST_PARSERS,), "texts that end like a mark are cut",
     ),
     Mutant(
-        "strings of JSON may not hold brackets", "tool parsers", "serving/server/marked_text.py",
+        "strings of JSON may not hold brackets", "tool parsers",
+        "serving/server/formats/marked_text.py",
         "self._in_string = not self._in_string", "self._in_string = False",
         (TEST_PARSERS,), "arguments end in the middle of a text",
     ),
@@ -119,7 +120,8 @@ SCHEMA_ROWS = (
         ("tests/serving/server/test_system_turns.py",), "a model never hears what it is told",
     ),
     Mutant(
-        "marks in an answer's strings are calls", "schema", "serving/server/tool_formats.py",
+        "marks in an answer's strings are calls", "schema",
+        "serving/server/formats/tool_formats.py",
         "parser = FormParser(parser, wanted.marks.begin)", "pass",
         (HTTP_TOOLS,), "data of an answer becomes a call",
     ),

@@ -1,7 +1,7 @@
 """Generations whose output is taken apart as a test says."""
 
+from serving.server.formats.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
 from serving.server.handle import Delta, RequestHandle
-from serving.server.pieces import CallArguments, CallBegin, Piece, Reasoning, Text
 from serving.server.schema import Wish
 from serving.server.served import Generation
 from shiftjax.core.request import Event, Request

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from serving.server.pieces import CallArguments, CallBegin, Piece, Reasoning
+from serving.server.formats.pieces import CallArguments, CallBegin, Piece, Reasoning
 
 Kind = Literal["text", "reasoning", "call"]
 

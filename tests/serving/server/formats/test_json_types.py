@@ -5,9 +5,9 @@ import json
 import pytest
 
 from serving.server.fields import Function
-from serving.server.json_types import as_json, escaped, quoted, types_of
-from serving.server.pieces import CallArguments
-from serving.server.tool_formats import FORMATS, make_parser
+from serving.server.formats.json_types import as_json, escaped, quoted, types_of
+from serving.server.formats.pieces import CallArguments
+from serving.server.formats.tool_formats import FORMATS, make_parser
 from serving.server.tools import ToolWish
 
 ROOT = {"$defs": {"a/b": {"type": "integer"}, "loop": {"$ref": "#/$defs/loop"}}}

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Collection
 
-from serving.server.marked_text import first_mark, num_held, parts_of
-from serving.server.pieces import (
+from serving.server.formats.marked_text import first_mark, num_held, parts_of
+from serving.server.formats.pieces import (
     CallArguments,
     CallBegin,
     Parser,
@@ -13,7 +13,7 @@ from serving.server.pieces import (
     Reasoning,
     Text,
 )
-from serving.server.tool_parsers import call_id
+from serving.server.formats.tool_parsers import call_id
 from shiftjax.text.thinking import ThinkingMarks
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"

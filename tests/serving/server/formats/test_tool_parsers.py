@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import examples
 
-from serving.server.call_marks import DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR
 from serving.server.fields import Function
+from serving.server.formats.call_marks import DEEPSEEK_BEGIN, DEEPSEEK_CALL, DEEPSEEK_SEPARATOR
+from serving.server.formats.pieces import CallArguments, CallBegin, Reasoning, Text
+from serving.server.formats.tool_formats import FORMATS, make_parser, tool_format
 from serving.server.options import SERVER_SETTINGS
-from serving.server.pieces import CallArguments, CallBegin, Reasoning, Text
-from serving.server.tool_formats import FORMATS, make_parser, tool_format
 from serving.server.tools import ToolWish
 
 WISH = ToolWish((Function("f"), Function("get_weather")))

@@ -13,14 +13,14 @@ from scripted import marked_tokenizer
 from serving.cli.main import make_parser as make_flags
 from serving.run.flags import parse_args, settle
 from serving.server.fields import Function
-from serving.server.pieces import CallArguments, CallBegin, Reasoning, Text
-from serving.server.tool_formats import FORMATS, make_parser, reasoning_format
+from serving.server.formats.pieces import CallArguments, CallBegin, Reasoning, Text
+from serving.server.formats.tool_formats import FORMATS, make_parser, reasoning_format
 from serving.server.tools import ToolWish
 from shiftjax.options import ConfigError
 from shiftjax.text import thinking
 from shiftjax.text.thinking import MARKS, begins_inside
 
-DATA = Path(__file__).parents[2] / "data" / "reasoning.json"
+DATA = Path(__file__).parents[3] / "data" / "reasoning.json"
 RECORDS = json.loads(DATA.read_text())
 NAMED = {f"{record['parser']}-{number}": record for number, record in enumerate(RECORDS)}
 # `--reasoning-parser` of vLLM 0.29.0 that has no counterpart here.

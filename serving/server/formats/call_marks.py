@@ -5,10 +5,10 @@ Sources: the chat templates and model cards of the models, and those that vLLM s
 
 from functools import partial
 
-from serving.server.call_heads import KEY, NAME, SPACE, Head, Part, before, maybe
-from serving.server.literal_arguments import LiteralArguments, Literals
-from serving.server.tagged_arguments import TaggedArguments, Tags
-from serving.server.tool_parsers import CallMarks, short_call_id
+from serving.server.formats.call_heads import KEY, NAME, SPACE, Head, Part, before, maybe
+from serving.server.formats.literal_arguments import LiteralArguments, Literals
+from serving.server.formats.tagged_arguments import TaggedArguments, Tags
+from serving.server.formats.tool_parsers import CallMarks, short_call_id
 
 TAGS = CallMarks(("<tool_call>",), "</tool_call>")  # around JSON
 LLAMA3 = CallMarks(("<|python_tag|>",), bare="{")

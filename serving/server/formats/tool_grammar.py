@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from serving.server.fields import Function
+from serving.server.formats.tool_formats import ToolFormat
 from serving.server.grammar_source import GrammarSource
-from serving.server.tool_formats import ToolFormat
 from serving.server.tools import ToolWish
 from shiftjax.text.thinking import MARKS
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from scripted import MARK, TEMPLATES, marked_tokenizer
 
-from serving.server.call_marks import DEEPSEEK_BEGIN
 from serving.server.errors import ServeError
 from serving.server.fields import Function
+from serving.server.formats.call_marks import DEEPSEEK_BEGIN
+from serving.server.formats.pieces import CallArguments, CallBegin, Text
+from serving.server.formats.tool_formats import FORMATS, make_parser
+from serving.server.formats.tool_grammar import call_grammar
 from serving.server.grammar import Grammars
 from serving.server.grammar_source import GrammarSource
-from serving.server.pieces import CallArguments, CallBegin, Text
-from serving.server.tool_formats import FORMATS, make_parser
-from serving.server.tool_grammar import call_grammar
 from serving.server.tools import ToolWish
 from shiftjax.text.detokenizer import IncrementalDetokenizer
 

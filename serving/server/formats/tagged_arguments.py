@@ -7,10 +7,10 @@ is depends on all of it, and on the type that the tool's schema gives it.
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from serving.server.call_heads import Head
 from serving.server.fields import Function
-from serving.server.json_types import as_json, escaped, quoted, types_of
-from serving.server.marked_text import first_mark, num_held
+from serving.server.formats.call_heads import Head
+from serving.server.formats.json_types import as_json, escaped, quoted, types_of
+from serving.server.formats.marked_text import first_mark, num_held
 
 
 class ArgumentReader(Protocol):

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from serving.server import call_marks
-from serving.server.argument_grammar import Rules, keywords, tagged, with_quotes
 from serving.server.fields import Function
-from serving.server.form_parser import FormParser
-from serving.server.pieces import Parser, PlainParser
-from serving.server.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
-from serving.server.tool_parsers import CallMarks, CallParser
+from serving.server.formats import call_marks
+from serving.server.formats.argument_grammar import Rules, keywords, tagged, with_quotes
+from serving.server.formats.form_parser import FormParser
+from serving.server.formats.pieces import Parser, PlainParser
+from serving.server.formats.reasoning_parsers import HARMONY_MARKS, HarmonyParser, ThinkParser
+from serving.server.formats.tool_parsers import CallMarks, CallParser
 from serving.server.tools import ToolWish
 from shiftjax.text.thinking import MARKS, name_of_marks
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from serving.server.call_marks import DEEPSEEK_CALL, DEEPSEEK_SEPARATOR
 from serving.server.fields import Function
-from serving.server.pieces import CallArguments, CallBegin, Text
-from serving.server.tool_formats import FORMATS, make_parser, tool_format
+from serving.server.formats.call_marks import DEEPSEEK_CALL, DEEPSEEK_SEPARATOR
+from serving.server.formats.pieces import CallArguments, CallBegin, Text
+from serving.server.formats.tool_formats import FORMATS, make_parser, tool_format
 from serving.server.tools import ToolWish
 
-DATA = Path(__file__).parents[2] / "data" / "tool_calls.json"
+DATA = Path(__file__).parents[3] / "data" / "tool_calls.json"
 RECORDS = json.loads(DATA.read_text())
 NAMED = {f"{record['format']}-{number}": record for number, record in enumerate(RECORDS)}
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from serving.server.errors import invalid
 from serving.server.fields import Function
-from serving.server.json_types import referred, types_of
+from serving.server.formats.json_types import referred, types_of
 
 Json = Any
 _PLAIN_KEY = re.compile(r"[\w.-]+")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from serving.server.fields import Function
-from serving.server.json_types import as_json, escaped, quoted, types_of
-from serving.server.marked_text import first_mark, num_held
+from serving.server.formats.json_types import as_json, escaped, quoted, types_of
+from serving.server.formats.marked_text import first_mark, num_held
 
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([^xuU]))", re.S)
 _BEGUN_ESCAPE = re.compile(r"\\(?:x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from serving.server.pieces import Parser, Piece, Text
+from serving.server.formats.pieces import Parser, Piece, Text
 
 
 class FormParser:

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from serving.server.call_heads import Head
 from serving.server.fields import Function
-from serving.server.marked_text import JsonNesting, first_mark, num_held, parts_of
-from serving.server.pieces import CallArguments, CallBegin, Piece, Text
-from serving.server.tagged_arguments import ArgumentReader
+from serving.server.formats.call_heads import Head
+from serving.server.formats.marked_text import JsonNesting, first_mark, num_held, parts_of
+from serving.server.formats.pieces import CallArguments, CallBegin, Piece, Text
+from serving.server.formats.tagged_arguments import ArgumentReader
 
 # {"name": "f", "arguments": of a call whose arguments begin.
 _HEAD = re.compile(
