@@ -155,6 +155,11 @@ class RequestHandle:
         self.cancel()
         self._on_close(self)
 
+    @property
+    def num_unbegun(self) -> int:
+        """Continuations without a token yet."""
+        return self.request.sampling.n - len(self.last_token_at)
+
     def __enter__(self) -> "RequestHandle":
         return self
 

@@ -212,9 +212,12 @@ class Service:
             raise
 
     def others_wait_for(self, generation: Generation) -> bool:
-        """Whether others wait while it holds sequences."""
-        assert self.engine is not None
-        return self.engine.stats.num_waiting > 0 and generation.holds_sequences
+        """Whether others wait for a start while it holds sequences."""
+        _, engine = self.generating()
+        if engine.stats.num_waiting == 0 or not generation.holds_sequences:
+            return False
+        others = (each for each in engine.handles.values() if each not in generation.handles)
+        return any(each.num_unbegun for each in others)
 
     def refuse(self, error: ServeError) -> None:
         """Count a generation that was refused, by this service or by a front end before it."""

@@ -109,9 +109,28 @@ def test_an_ended_stream_has_no_place_to_give(monkeypatch):
     with running_server(grpc=False) as server, socket.socket() as connection:
         send_and_never_read(server, connection, CHAT, LATE)
         server.wait_until(lambda: server.engine.counts.finished == 1)
-        server.engine.stats = replace(server.engine.stats, num_waiting=1)
-        time.sleep(0.5)
-        assert len(server.engine.handles) == 1  # it is still being written
+        server.runner.gate.clear()
+        with socket.socket() as other:
+            send_and_never_read(server, other, COMPLETION, {"prompt": "x", "max_tokens": 1})
+            server.wait_until(lambda: server.runner.is_held)
+            server.engine.stats = replace(server.engine.stats, num_waiting=1)
+            time.sleep(0.5)
+            assert len(server.engine.handles) == 2  # it is still being written
+            server.runner.gate.set()
+            server.wait_until(lambda: len(server.engine.handles) == 1)
+        connection.close()
+        server.wait_until(lambda: not server.engine.handles)
+
+
+def test_a_preempted_sequence_of_its_own_is_no_other(monkeypatch):
+    """Eight continuations need more KV blocks than there are, so some of them wait."""
+    monkeypatch.setattr(write_limit, "WRITE_SECONDS", 60.0)
+    monkeypatch.setattr(write_limit, "BUSY_SECONDS", 0.05)
+    with running_server(grpc=False) as server, socket.socket() as connection:
+        server.runner.step_seconds = 0.003
+        send_and_never_read(server, connection, CHAT, LATE)
+        server.wait_until(lambda: server.engine.counts.finished == 1)
+        assert sum(server.engine.stats.num_preemptions.values()) > 0
         connection.close()
         server.wait_until(lambda: not server.engine.handles)
 
