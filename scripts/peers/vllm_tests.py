@@ -52,7 +52,8 @@ ROOT = Path(__file__).parents[2]
 # Settings that are small enough for a CPU; they stand behind those of the tests.
 SMALL = (
     "--devices 1 --dtype float32 --max-num-seqs 16 --max-num-batched-tokens 256 "
-    "--token-buckets 16,256 --num-blocks 2000 --max-model-len 4096"
+    "--token-buckets 16,256 --num-blocks 2000 --max-model-len 4096 "
+    '--override-generation-config {"max_new_tokens":128}'
 )
 
 

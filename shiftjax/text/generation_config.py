@@ -70,7 +70,7 @@ def sampling_defaults(source: str, override: str | None, directory: Path | None)
     values = {name: getattr(checked, name) for name in given}
     defaults = {name: value for name, value in values.items() if value != neutral[name]}
     if defaults:
-        logger.info("where requests say nothing: %s (%s)", words_of(defaults), FILE)
+        logger.info("where requests say nothing: %s", words_of(defaults))
     idle = [
         name for name, value in _NOT_APPLIED.items() if found.get(name) not in (None, value, [], {})
     ]
