@@ -156,9 +156,10 @@ class GenerationFields(sampling_fields(HTTP), kw_only=True):
     safety_identifier: str | None = None
 
     def ask_for_usage(self) -> None:
-        """Let a stream end with its usage."""
+        """Let every object of a stream have the usage so far, and its end all of it."""
         given = self.stream_options or StreamOptions()
-        self.stream_options = msgspec.structs.replace(given, include_usage=True)
+        told = {"include_usage": True, "continuous_usage_stats": True}
+        self.stream_options = msgspec.structs.replace(given, **told)
 
 
 class CompletionFields(GenerationFields, kw_only=True):

@@ -150,7 +150,7 @@ class ServerOptions:
     )
     force_include_usage: bool = option(
         False,
-        "end every stream with its usage, as stream_options.include_usage does",
+        "tell the usage in every object of every stream, as both stream_options do",
         flags=("--enable-force-include-usage",),
     )
     default_chat_template_kwargs: str | None = option(

@@ -129,7 +129,8 @@ def _logit_bias(bias: dict[str, float]) -> dict[int, float]:
         raise invalid("logit_bias", f"must have at most {MAX_LOGIT_BIAS} entries, not {len(bias)}")
     wrong = [key for key in bias if not re.fullmatch(r"-?(0|[1-9]\d{0,9})", key, re.ASCII)]
     if wrong:
-        raise invalid("logit_bias", f"must map token ids to numbers: {wrong[0][:40]!r} is no id")
+        shown = ", ".join(repr(key[:40]) for key in wrong[:3])
+        raise invalid("logit_bias", f"must map token ids to numbers, and not {shown}")
     return {int(key): value for key, value in bias.items()}
 
 

@@ -35,7 +35,8 @@ def test_a_server_can_end_every_stream_with_its_usage():
     for forced in (False, True):
         with running_server(force_include_usage=forced) as server, server.client() as client:
             told = events(client.post("/v1/completions", json=body).text)
-        assert (told[-1].get("usage") is not None) is forced
+        has_usage = {each.get("usage") is not None for each in told}
+        assert has_usage == {forced} and (told[-1]["choices"] == []) is forced
 
 
 def test_prompt_logprobs_come_beside_those_of_an_echo():
@@ -50,6 +51,6 @@ def test_prompt_logprobs_come_beside_those_of_an_echo():
 
 def test_a_wrong_key_of_logit_bias_is_named():
     with running_server() as server, server.client() as client:
-        body = {"prompt": "x", "logit_bias": {"not_a_token_id": 1.0}}
+        body = {"prompt": "x", "logit_bias": {"not_a_token_id": 1.0, "5": 1.0, "bad": 2.0}}
         message = client.post("/v1/completions", json=body).json()["error"]["message"]
-    assert "not_a_token_id" in message
+    assert message.endswith("and not 'not_a_token_id', 'bad'")
