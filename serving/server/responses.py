@@ -40,6 +40,7 @@ class Writer:
         self._echo = echoed(self._fields) if isinstance(self._fields, ChatFields) else ""
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
+        self._told_usage: Json | None = None  # in the object before, if it is told in each
         self._is_plain = generation.parser is PlainParser
         self._parsers: dict[int, Parser] = {}
         self._callers: set[int] = set()  # choices with tool calls
@@ -102,8 +103,11 @@ class Writer:
 
     def chunks(self, number: int, deltas: list[Delta]) -> list[Json]:
         """Objects of a stream for what one prompt's continuations have gained."""
-        handle = self._generation.handles[number]
-        objects = []
+        handle, options = self._generation.handles[number], self._fields.stream_options
+        tells_usage = False
+        if options is not None and options.include_usage:
+            tells_usage = bool(options.continuous_usage_stats)  # which means nothing alone
+        objects: list[Json] = []
         for delta in deltas:
             is_first = self._place(number, delta.index) not in self._begun
             ids = prompt_ids(self._fields, handle) if is_first and self._returns_ids else {}
@@ -112,13 +116,21 @@ class Writer:
             else:
                 choices, ids = [self._completion(number, handle, delta) | ids], {}
             new = [self._envelope([choice], ".chunk") for choice in choices]
-            objects += [each | (ids if each is new[0] else {}) for each in new]
-        options = self._fields.stream_options
-        if options is not None and options.continuous_usage_stats:
-            return [each | {"usage": usage(self._generation.handles)} for each in objects]
+            new = [each | (ids if each is new[0] else {}) for each in new]
+            objects += self._with_usage(new) if tells_usage else new
+        if tells_usage:
+            return objects
         if options is not None and options.include_usage:
             return [each | {"usage": None} for each in objects]
         return objects
+
+    def _with_usage(self, objects: list[Json]) -> Iterator[Json]:
+        """Each object of one delta with the usage so far; its tokens come with the last one."""
+        handles = self._generation.handles
+        for each in objects[:-1]:
+            yield each | {"usage": self._told_usage or usage(handles, is_begun=False)}
+        self._told_usage = usage(handles)
+        yield from (each | {"usage": self._told_usage} for each in objects[-1:])
 
     def last_chunks(self) -> list[Json]:
         """The object with the usage and the timeline, if the request wants one of them."""
@@ -278,10 +290,13 @@ def _delta(piece: Piece) -> Json:
             return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
 
-def usage(handles: Sequence[RequestHandle]) -> Json:
-    """Tokens in and out, as far as they have come; details once the requests have ended."""
+def usage(handles: Sequence[RequestHandle], *, is_begun: bool = True) -> Json:
+    """Tokens in and out, as far as they have come; details once the requests have ended.
+
+    Of an answer that is not begun there is no output.
+    """
     num_prompt = sum(len(handle.request.prompt_token_ids) for handle in handles)
-    num_output = sum(handle.num_output_tokens for handle in handles)
+    num_output = sum(handle.num_output_tokens for handle in handles) if is_begun else 0
     metrics = [handle.output.metrics for handle in handles]
     cached = sum(each.num_cached_tokens for each in metrics if each is not None)
     counts: Json = {

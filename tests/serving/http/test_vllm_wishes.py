@@ -39,6 +39,21 @@ def test_a_server_can_end_every_stream_with_its_usage():
         assert has_usage == {forced} and (told[-1]["choices"] == []) is forced
 
 
+def test_usage_grows_with_the_tokens_of_a_stream():
+    """The object of the role comes before any token, as in vLLM."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"messages": USER, "max_tokens": 3, "stream": True, "stream_options": options}
+    with running_server() as server, server.client() as client:
+        told = events(client.post(CHAT, json=body | {"ignore_eos": True}).text)
+    counts = [each["usage"]["completion_tokens"] for each in told]
+    assert told[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert counts[0] == 0 < counts[1] and counts == sorted(counts) and counts[-2:] == [3, 3]
+    body["stream_options"] = {"continuous_usage_stats": True}
+    with running_server() as server, server.client() as client:
+        assert not any(each.get("usage") for each in events(client.post(CHAT, json=body).text))
+    assert all(each["usage"]["total_tokens"] >= each["usage"]["prompt_tokens"] for each in told)
+
+
 def test_prompt_logprobs_come_beside_those_of_an_echo():
     body = {"prompt": "hello", "max_tokens": 2, "echo": True, "logprobs": 1}
     with running_server() as server, server.client() as client:
