@@ -15,7 +15,7 @@ from shiftjax.text.generation_config import sampling_defaults
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
 from shiftjax.weights.checksums import Progress, verify_checksums
 from shiftjax.weights.encoder_config import read_pooling
-from shiftjax.weights.locate import Hub, ModelLocation, open_source, resolve_model
+from shiftjax.weights.locate import ModelLocation, hub_of, open_source, resolve_model
 from shiftjax.weights.source import TensorSource, check_complete
 
 
@@ -44,11 +44,12 @@ def open_files(config: EngineConfig, task: Task | None = None) -> ModelFiles:
         CheckpointError, TokenizerError: the model cannot be found or read.
     """
     cache_dir = compile_cache_dir(config)
-    hub = Hub(config.model.revision, config.model.download_dir)
+    hub = hub_of(config.model)
     location = resolve_model(config.model.model, hub)
     chosen = config.model.generation_config, config.model.override_generation_config
     defaults = sampling_defaults(*chosen, location.directory)
-    source = open_source(location, seed=config.model.seed, drafts=config.drafts)
+    seed, drafts = config.model.seed, config.drafts
+    source = open_source(location, seed=seed, drafts=drafts, folder=hub.folder)
     check_complete(source)
     task = task or task_of(config, source.config)
     embeds = task == "embed"

@@ -124,6 +124,12 @@ def test_what_cannot_be_used_is_refused_by_name(tmp_path, text, words):
         sampling_defaults("none", text, None)
 
 
+def test_a_field_without_effect_is_refused_where_it_is_a_setting(tmp_path):
+    with pytest.raises(ConfigError, match="unknown field 'temprature'; did you mean temperature"):
+        sampling_defaults("auto", '{"temprature": 0.5, "top_k": 3}', tmp_path)
+    assert sampling_defaults("none", '{"do_sample": false}', None) == {"temperature": 0.0}
+
+
 def test_a_directory_without_the_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="generation_config must be auto, none or a directory"):
         sampling_defaults(str(tmp_path), None, None)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from serving.cli.measured import with_kernels
 from serving.cli.mesh_flags import MODEL
 from serving.run.flags import read_settings
-from serving.run.model_config import hub_of, model_of
+from serving.run.model_config import model_of
 from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig, budget_holds_the_decodes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import DraftOptions
@@ -20,6 +20,7 @@ from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.settings import load_plugins_of
 from shiftjax.sim.experiments import target_from, target_of
 from shiftjax.sim.modelled import Target, deploy_config
+from shiftjax.weights.locate import hub_of
 
 BUDGETS = ("max_num_seqs", "max_num_batched_tokens", "block_size")
 SHARED = (*BUDGETS, "threshold", "memory_fraction", "max_model_len", "prefix_caching", "drafts")
@@ -55,7 +56,7 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
     config, _ = read_settings(flags, arguments.config)
     if config.host.is_one_of_several:
         target["hosts"] = arguments.hosts or config.host.hosts
-    model = model_of(config.model.model.removeprefix("random:"), hub_of(config))
+    model = model_of(config.model.model.removeprefix("random:"), hub_of(config.model))
     asked = target_of(config, model, **target)
     asked = with_kernels(asked, arguments.kernels)
     own = deploy_config(asked, config)

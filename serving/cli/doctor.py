@@ -32,7 +32,7 @@ from shiftjax.models import gpu_software
 from shiftjax.models.attention_backend import KERNEL_CAPABILITY
 from shiftjax.parallel.grid import Device
 from shiftjax.settings import compile_cache_dir, environ_beside
-from shiftjax.weights.locate import open_source, resolve_model
+from shiftjax.weights.locate import hub_of, open_source, resolve_model
 
 STAND_IN = "llama-8b"  # whose shapes are tried where no model is named
 REDUCED_BYTES = tuple(1 << power for power in range(14, 23))  # 16 KB to 4 MB
@@ -73,7 +73,9 @@ def model_of(config: EngineConfig, named: str | None) -> ModelConfig:
     name = config.model.model
     if named is None and name == SETTINGS["model"].default:
         return PRESETS[STAND_IN]
-    return open_source(resolve_model(name), drafts=config.drafts).config
+    hub = hub_of(config.model)
+    found = resolve_model(name, hub)
+    return open_source(found, drafts=config.drafts, folder=hub.folder).config
 
 
 def without_devices(error: Exception) -> Found:

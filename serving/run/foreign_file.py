@@ -95,14 +95,14 @@ def _settings(argv: list[str]) -> dict[str, Any]:
     found, words = {}, list(argv)
     while words:
         flag, equals, value = words.pop(0).partition("=")
-        if flag.startswith("--no-") and flag not in _FLAGS:
-            found[_FLAGS["--" + flag.removeprefix("--no-")].name] = False
-            continue
-        setting = _FLAGS.get(flag)
+        positive = "--" + flag.removeprefix("--no-") if flag in _negated() else flag
+        setting = _FLAGS.get(positive)
         if setting is not None and setting.kind is bool and not equals:
-            found[setting.name] = True
+            found[setting.name] = positive == flag
             continue
-        value = value if equals or not words else words.pop(0)
+        if not equals and not words:
+            raise ConfigError([f"{flag} needs a value"])
+        value = value if equals else words.pop(0)
         if setting is None:
             found |= speculative_config.translated(value)
         else:

@@ -185,8 +185,7 @@ def values_of(name: str) -> Collection[str]:
 def _spelled(name: str, known: Collection[str]) -> str:
     """The flag as the table has it: others write underscores, too."""
     plain = name.replace("_", "-") if name.startswith("--") else name
-    is_there = plain in known or plain in FOREIGN or plain in table.SIZES
-    return plain if name not in known and is_there else name
+    return plain if plain in known or is_foreign(plain) else name
 
 
 def known_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> set[str]:

@@ -4,6 +4,7 @@ A name that ends with = takes a value; any other is a switch, which `--no-...` t
 """
 
 from serving.run.speculative_config import METHODS
+from serving.server.options import MAX_LOGPROBS
 
 ALIASES = {
     "--gpu-memory-utilization=": "--memory-fraction",
@@ -68,7 +69,7 @@ VALUES = {
 }
 # vLLM takes several words or a JSON list; a setting here has commas.
 LISTS = ("--served-model-name", "--allowed-origins")
-MOST = {"--max-logprobs": 20}  # a larger value is this one, and told of
+MOST = {"--max-logprobs": MAX_LOGPROBS}  # a larger value is this one, and told of
 SIZES = {"--kv-offloading-size": "--host-memory"}  # GiB
 
 # Why a flag has no effect: the flags.

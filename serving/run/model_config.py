@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.config import EngineConfig
 from shiftjax.options import ConfigError
-from shiftjax.weights.locate import NEWEST, Hub, hub_config, is_hub_id
+from shiftjax.weights.locate import NEWEST, Hub, check_pinned, hub_config, is_hub_id
 
 
 def model_of(name: str, hub: Hub = NEWEST) -> str | ModelConfig:
@@ -23,9 +22,12 @@ def model_of(name: str, hub: Hub = NEWEST) -> str | ModelConfig:
 
     known = name.rpartition("/")[2].lower()
     try:
-        if is_hub_id(name):
-            if hub == NEWEST and known in MODELS:
-                return known
+        of_hub = is_hub_id(name)
+        if not of_hub:
+            check_pinned(name, hub)
+        elif hub == NEWEST and known in MODELS:
+            return known
+        if of_hub:
             path = hub_config(name, hub) / "config.json"
         elif os.path.isdir(name):
             path, known = Path(name, "config.json"), Path(name).resolve().name
@@ -37,8 +39,3 @@ def model_of(name: str, hub: Hub = NEWEST) -> str | ModelConfig:
         return parse_config(data, known, str(path))
     except CheckpointError as error:
         raise ConfigError(error.problems) from None
-
-
-def hub_of(config: EngineConfig) -> Hub:
-    """What of a hub id the settings name."""
-    return Hub(config.model.revision, config.model.download_dir)

@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from serving.run.model_config import hub_of, model_of
+from serving.run.model_config import model_of
 from serving.run.start import chat_template
 from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.served import ServedModel
@@ -19,6 +19,7 @@ from shiftjax.sim.models import find_model
 from shiftjax.text.byte_tokenizer import END, byte_tokenizer, whole_text_ids
 from shiftjax.text.generation_config import sampling_defaults
 from shiftjax.text.tokenizer import Tokenizer, load_tokenizer
+from shiftjax.weights.locate import hub_of
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def open_simulated(
         phases("open", 0, 1)
     if options.profile_dir is not None:
         raise ConfigError(["profile_dir: simulated devices have nothing to profile; drop it"])
-    model = find_model(model_of(config.model.model.removeprefix("random:"), hub_of(config)))
+    model = find_model(model_of(config.model.model.removeprefix("random:"), hub_of(config.model)))
     tokenizer = _tokenizer(config)
     if tokenizer is None:
         if model.vocab_size <= END:

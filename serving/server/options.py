@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shiftjax.arch.config import ModelConfig
 
 MEBIBYTE = 1 << 20
+MAX_LOGPROBS = 20  # of a token, beside its own
 MOST_TOPIC = 256
 
 
@@ -79,7 +80,9 @@ class ServerOptions:
     max_request_bytes: int = option(
         8 * MEBIBYTE, "largest body of a request", low=1024, high=64 * MEBIBYTE
     )
-    max_logprobs: int = option(20, "most log-probabilities per token", low=0, high=20)
+    max_logprobs: int = option(
+        MAX_LOGPROBS, "most log-probabilities per token", low=0, high=MAX_LOGPROBS
+    )
     stall_timeout: float = option(
         10.0, "seconds without a step, with work, until progress is denied", low=0.01, high=3600.0
     )

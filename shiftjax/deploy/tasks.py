@@ -17,16 +17,8 @@ _DOES: Mapping[Task, str] = MappingProxyType(
 )
 _OF_BOTH = frozenset(
     (
-        *(
-            "model",
-            "task",
-            "tokenizer",
-            "dtype",
-            "max_model_len",
-            "seed",
-            "cache_dir",
-            "memory_fraction",
-        ),
+        *("model", "revision", "download_dir", "plugins", "task", "tokenizer", "dtype", "seed"),
+        *("max_model_len", "cache_dir", "memory_fraction"),
         *("sp", "tp", "dp", "devices", "max_num_seqs", "max_num_batched_tokens"),
     )
 )

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shiftjax.core.sampling_params import SamplingError, SamplingParams
-from shiftjax.options import ConfigError, shown
+from shiftjax.options import ConfigError, shown, unknown_name
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def sampling_defaults(source: str, override: str | None, directory: Path | None)
     the temperature is 0. Raises ConfigError for a file or a value that cannot be used.
     """
     found = {} if source == "none" else _of_file(source, directory)
-    found |= _object(override, "override_generation_config") if override is not None else {}
+    found |= _overriding(override) if override is not None else {}
     given = {ours: found[name] for name, ours in TAKEN.items() if found.get(name) is not None}
     if found.get("do_sample") is False:
         given["temperature"] = 0.0
@@ -112,6 +112,15 @@ def _of_file(source: str, directory: Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path} cannot be read: {error}"]) from None
     return _object(text, str(path))
+
+
+def _overriding(text: str) -> dict[str, Any]:
+    """The fields of a setting, all of which have an effect."""
+    name, known = "override_generation_config", (*TAKEN, "do_sample")
+    found = _object(text, name)
+    if wrong := [unknown_name(each, known, "field") for each in found if each not in known]:
+        raise ConfigError([f"{name}: {each}; there are {', '.join(known)}" for each in wrong])
+    return found
 
 
 def _object(text: str, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.presets import PRESETS
+from shiftjax.config import ModelOptions
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.weights.source import CheckpointError, TensorSource
 
@@ -78,9 +79,20 @@ def resolve_model(name: str, hub: Hub = NEWEST) -> ModelLocation:
     that is there and no model, and for a revision of what is no hub id.
     """
     found = find_model(name)
-    if found is not None and hub.revision is not None:
-        raise CheckpointError(f"revision = {hub.revision} is of hub ids, {name} is here: drop it")
+    if found is not None:
+        check_pinned(name, hub)
     return found or ModelLocation("huggingface", name, _download(name, hub, _HUB_FILES))
+
+
+def hub_of(options: ModelOptions) -> Hub:
+    """What of a hub id the settings name."""
+    return Hub(options.revision, options.download_dir)
+
+
+def check_pinned(name: str, hub: Hub) -> None:
+    """Raise CheckpointError for a revision of what is no hub id."""
+    if hub.revision is not None:
+        raise CheckpointError(f"revision = {hub.revision} is of hub ids, {name} is here: drop it")
 
 
 def is_hub_id(name: str) -> bool:
@@ -120,18 +132,19 @@ def open_source(
     seed: int = 0,
     dtype: str = "float32",
     drafts: DraftOptions = NO_DRAFTS,
+    folder: str | None = None,
 ) -> TensorSource:
     """Open what `resolve_model` found; `seed` and `dtype` are those of random weights.
 
-    With the drafting model that `drafts` name, if they do. Headers are read and checked, no
-    tensor is. JAX is imported for Orbax checkpoints only.
+    With the drafting model that `drafts` name, if they do: one of the hub is kept in `folder`.
+    Headers are read and checked, no tensor is. JAX is imported for Orbax checkpoints only.
     """
     source = _open(location, seed, dtype)
     if not drafts.uses_model or drafts.draft_model is None:
         return source
     from shiftjax.weights.speculator_checkpoints import with_speculator
 
-    where = resolve_model(drafts.draft_model)
+    where = resolve_model(drafts.draft_model, Hub(folder=folder))
     if where.kind != "huggingface" or where.path is None:
         raise CheckpointError(f"{drafts.draft_model}: a drafting model is a directory or hub id")
     return with_speculator(source, where.path, drafts.draft_vocab)

@@ -110,6 +110,24 @@ def test_plan_reads_the_configuration_alone(hub, tmp_path):
     assert "sample" in done.stdout and asked == ["config.json"]
 
 
+def test_plan_reads_the_revision_of_its_settings(hub, tmp_path):
+    endpoint, asked = hub
+    settings = tmp_path / "config.yaml"
+    settings.write_text("model: org/sample\nrevision: v1\nmax_model_len: 90\n", "utf-8")
+    done = run(endpoint, tmp_path, "plan", "--config", str(settings), "--machine", "h100x8")
+    assert done.returncode == 2 and "77" in done.stderr and asked == ["config.json"]
+    settings.write_text("model: llama-8b\nrevision: v1\n", "utf-8")
+    done = run(endpoint, tmp_path, "plan", "--config", str(settings), "--machine", "h100x8")
+    assert done.returncode == 2 and "revision = v1 is of hub ids" in done.stderr
+
+
+def test_the_doctor_opens_the_revision_that_is_named(hub, tmp_path):
+    endpoint, _ = hub
+    flags = ("--revision", "v9", "--download-dir", str(tmp_path / "kept"))
+    done = run(endpoint, tmp_path, "doctor", "org/sample", *flags)
+    assert done.returncode == 3 and "no such revision" in done.stderr
+
+
 def test_a_revision_of_a_directory_is_refused(tmp_path):
     numpy_llama.random_checkpoint(tmp_path, seed=1)
     done = run("http://127.0.0.1:9", tmp_path, "check", str(tmp_path), "--revision", "v1")

@@ -83,6 +83,17 @@ def test_what_is_refused_names_its_line(tmp_path, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    "entry", ["speculative-config: false", "served-model-name: null", "api-key: true", "lora: 1"]
+)
+def test_an_entry_that_says_nothing_is_refused(tmp_path, entry):
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"model: m\n{entry}\n", "utf-8")
+    with pytest.raises(ConfigError) as error:
+        opened(path)
+    assert error.value.problems[0].startswith(f"{path}, line 2: ")
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "[1, 2]", "tp: 2\n# --enable-lora\n", "{tp: 2}"])
 def test_what_is_ours_or_nothing_is_left_alone(text):
     found = in_our_words(text, "f")

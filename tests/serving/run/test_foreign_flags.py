@@ -105,6 +105,7 @@ def test_most_of_what_others_type_is_taken():
         (["-tp=2"], "tp", "2"),
         (["--tensor_parallel_size", "2"], "tp", "2"),
         (["--gpu-memory-utilization", "0.8"], "memory_fraction", "0.8"),
+        (["--sampling_defaults", "openai"], "generation_config", "none"),
         (["--mem-fraction-static=0.8"], "memory_fraction", "0.8"),
         (["--ulysses-sequence-parallel-size", "4"], "sp", "4"),
         (["--kv-offloading-size", "8"], "host_memory", "8GiB"),

@@ -11,6 +11,9 @@ from serving.server.options import SERVER_SETTINGS, SERVER_TASKS, ServerOptions,
 from serving.server.start_phases import Phases
 from shiftjax import LLM, Embedder
 from shiftjax.arch.presets import PRESETS
+from shiftjax.config import EngineConfig
+from shiftjax.deploy.deployment import Devices
+from shiftjax.embed.embed_settings import check_embedding
 from shiftjax.options import ConfigError
 
 DECODER, ENCODER = PRESETS["tiny"], PRESETS["tiny-bert"]
@@ -77,6 +80,14 @@ def test_a_server_opens_no_model_with_them(model, flags, words):
     config, _ = settle(arguments)
     with pytest.raises(ConfigError, match=words):
         open_model(config, arguments.server, Phases())
+
+
+@pytest.mark.parametrize(
+    "given", [{"revision": "v1"}, {"download_dir": "kept"}, {"plugins": "none"}], ids=str
+)
+def test_what_finds_a_model_is_of_both_tasks(given):
+    config = EngineConfig.from_options(model="organisation/encoder", **given)
+    check_embedding(config, ENCODER, Devices(1, 1 << 40, 1 << 40))
 
 
 def test_a_server_process_ends_with_the_sentence(cache_dir):
