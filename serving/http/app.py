@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version as installed
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
@@ -13,7 +12,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.http.background import InBackground
 from serving.http.batches import batch_routes, run_batches
 from serving.http.cache import LOCAL, cache_routes
-from serving.http.described import Described
+from serving.http.described import Described, json_response
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
 from serving.http.files import file_routes
@@ -42,13 +41,13 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed."""
     # A redirect to a path with a slash would repeat what the Host header says.
-    app = Router(all_routes(service), redirect_slashes=False)
+    app = Router(all_routes(service, has_keys=bool(keys)), redirect_slashes=False)
     is_local = service.options.host in LOCAL
     guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
     return reachable(guard, service.options)
 
 
-def all_routes(service: Service) -> list[BaseRoute]:
+def all_routes(service: Service, *, has_keys: bool = False) -> list[BaseRoute]:
     """Every path; those that are `Described` are in `/openapi.json`."""
     kept = open_kept(service)
     endpoints = Endpoints(service, kept)
@@ -63,7 +62,7 @@ def all_routes(service: Service) -> list[BaseRoute]:
         *embedding_routes(service),
         *model_routes(service),
         *info_routes(service, endpoints.ready),
-        *cache_routes(service),
+        *cache_routes(service, has_keys=has_keys),
         *stored_routes(service, kept),
         *file_routes(service, kept),
         *batch_routes(service, kept),
@@ -77,13 +76,9 @@ def all_routes(service: Service) -> list[BaseRoute]:
 
 def _documented(routes: Iterable[BaseRoute]) -> Any:
     async def openapi(request: Request) -> Response:
-        return _json(document(routes))
+        return json_response(document(routes))
 
     return openapi
-
-
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(value), status, headers, "application/json")
 
 
 class Raw:
@@ -185,14 +180,16 @@ class Endpoints:
 
     async def live(self, request: Request) -> Response:
         """GET /health/live: the process and its event loop run."""
-        return _json({"status": "live"})
+        return json_response({"status": "live"})
 
     async def ready(self, request: Request) -> Response:
         """GET /health/ready: requests are taken; by which attention, and why."""
         if (start := self._service.phases.state()) is not None:
             error = self._service.still_starting()
             body = {"status": "starting", "start": start} | error.body()
-            return _json(body, error.kind.status, {"retry-after": str(error.kind.retry_seconds)})
+            return json_response(
+                body, error.kind.status, {"retry-after": str(error.kind.retry_seconds)}
+            )
         model, engine = self._service.running()
         engine.check_room(0)
         if engine.is_leaving:
@@ -201,13 +198,13 @@ class Endpoints:
             raise ServeError("starting", "The engine does not run.")
         attention = {"attention": model.attention} if model.attention else {}
         simulated = {"simulated": model.simulated} if model.simulated else {}
-        return _json({"status": "ready"} | attention | simulated)
+        return json_response({"status": "ready"} | attention | simulated)
 
     async def progress(self, request: Request) -> Response:
         """GET /health/progress: steps finish, if there is work."""
         if not self._service.makes_progress:
             raise ServeError("starting", "No step has finished for a while.", code="no_progress")
-        return _json({"status": "progress"})
+        return json_response({"status": "progress"})
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics."""
@@ -216,4 +213,4 @@ class Endpoints:
 
     async def version(self, request: Request) -> Response:
         """GET /version."""
-        return _json({"version": installed("shiftjax")})
+        return json_response({"version": installed("shiftjax")})

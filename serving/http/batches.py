@@ -8,8 +8,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from serving.http.described import Described
-from serving.http.guard import read_body, warning_headers
+from serving.http.described import Described, json_response
+from serving.http.guard import read_body
 from serving.http.inner import ask
 from serving.server.async_engine import AsyncEngine
 from serving.server.errors import invalid
@@ -60,16 +60,18 @@ def batch_routes(service: Service, kept: Kept) -> list[Described]:
         made = await batches.create(
             owner_now(), fields.input_file_id, fields.endpoint, fields.metadata or {}
         )
-        return _json(made, unknown)
+        return json_response(made, ignored=unknown)
 
     async def batch(request: Request) -> Response:
-        return _json(await kept.store.batches.get(owner_now(), request.path_params["id"]))
+        return json_response(await kept.store.batches.get(owner_now(), request.path_params["id"]))
 
     async def batches(request: Request) -> Response:
-        return _json(page(await kept.store.batches.all(owner_now()), request.query_params))
+        return json_response(page(await kept.store.batches.all(owner_now()), request.query_params))
 
     async def cancel(request: Request) -> Response:
-        return _json(await kept.store.batches.cancel(owner_now(), request.path_params["id"]))
+        return json_response(
+            await kept.store.batches.cancel(owner_now(), request.path_params["id"])
+        )
 
     path = "/v1/batches/{id}"
     return [
@@ -127,9 +129,3 @@ def _check(fields: BatchFields) -> None:
         words = "is not supported: files are kept until they are deleted"
         raise invalid("output_expires_after", words, "unsupported_parameter")
     check_metadata(fields.metadata or {})
-
-
-def _json(value: Json, unknown: tuple[str, ...] = ()) -> Response:
-    response = Response(msgspec.json.encode(value), media_type="application/json")
-    response.raw_headers += warning_headers(unknown)
-    return response

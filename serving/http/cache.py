@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from serving.http.described import Described
+from serving.http.described import Described, json_response
 from serving.server.errors import ServeError, invalid
 from serving.server.service import Service
 from shiftjax.core.engine import Engine
@@ -20,23 +20,21 @@ _BOOLEANS = {
 }
 
 
-def cache_routes(service: Service) -> list[Described]:
-    """The route."""
-    reset = CacheReset(service)
+def cache_routes(service: Service, *, has_keys: bool) -> list[Described]:
+    """The route; `has_keys`: who asks has shown an API key."""
+    reset = CacheReset(service, has_keys)
     return [Described(PATH, reset.answer, "Forget all cached prefixes", methods=("POST",))]
 
 
 class CacheReset:
     """Resets the prefix caches for somebody who may: it slows down everybody else."""
 
-    def __init__(self, service: Service):
-        self._service = service
+    def __init__(self, service: Service, has_keys: bool):
+        self._service, self._has_keys = service, has_keys
 
     async def answer(self, request: Request) -> Response:
         """POST /reset_prefix_cache."""
-        options = self._service.options
-        has_keys = options.api_key is not None or options.api_key_file is not None
-        if not has_keys and options.host not in LOCAL:
+        if not self._has_keys and self._service.options.host not in LOCAL:
             words = "Resetting the cache needs a server with API keys, or on loopback."
             raise ServeError("forbidden", words)
         asked = _read(request.query_params)
@@ -45,7 +43,7 @@ class CacheReset:
             words = "Requests are running, and keep their KV: wait until they end, or abort them."
             raise ServeError("not_now", words, param="reset_running_requests")
         await engine.call(Engine.flush_prefix_cache)
-        return JSONResponse({})  # vLLM's has no body at all
+        return json_response({})  # vLLM's has no body at all
 
 
 def _read(query: Mapping[str, str]) -> dict[str, bool]:

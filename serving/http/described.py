@@ -1,9 +1,25 @@
 """Routes that say what they do, so that the OpenAPI document is made from the routes themselves."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
 from starlette.routing import Route
+
+from serving.http.guard import warning_headers
+
+
+def json_response(
+    value: Any,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    ignored: Sequence[str] = (),
+) -> Response:
+    """A value as JSON; a warning names the fields of the request that were `ignored`."""
+    response = Response(msgspec.json.encode(value), status, headers, "application/json")
+    response.raw_headers += warning_headers(tuple(ignored))
+    return response
 
 
 class Described(Route):

@@ -3,11 +3,10 @@
 import asyncio
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from serving.http.described import Described
+from serving.http.described import Described, json_response
 from serving.server.errors import ServeError, invalid
 from serving.server.service import Service
 from serving.stored.documents import no_room, owner_now
@@ -33,14 +32,14 @@ def file_routes(service: Service, kept: Kept) -> list[Described]:
     uploads = Uploads(num_bytes_of(service.options.max_file_bytes))
 
     async def upload(request: Request) -> Response:
-        return _json(await uploads.receive(request, kept.store.files, owner_now()))
+        return json_response(await uploads.receive(request, kept.store.files, owner_now()))
 
     async def files(request: Request) -> Response:
         found = await kept.store.files.all(owner_now(), request.query_params.get("purpose"))
-        return _json(page(found, request.query_params, MAX_LIMIT))
+        return json_response(page(found, request.query_params, MAX_LIMIT))
 
     async def file(request: Request) -> Response:
-        return _json(await kept.store.files.get(owner_now(), request.path_params["id"]))
+        return json_response(await kept.store.files.get(owner_now(), request.path_params["id"]))
 
     async def content(request: Request) -> Response:
         about = await kept.store.files.get(owner_now(), request.path_params["id"])
@@ -54,7 +53,7 @@ def file_routes(service: Service, kept: Kept) -> list[Described]:
         await store.files.delete(
             owner, name, lambda shelf: store.batches.check_unused(shelf, owner, name)
         )
-        return _json({"id": name, "object": "file", "deleted": True})
+        return json_response({"id": name, "object": "file", "deleted": True})
 
     binary = "application/octet-stream"
     return [
@@ -131,7 +130,3 @@ def _check_fields(fields: dict[str, str]) -> None:
         raise invalid("purpose", "is missing", "missing_required_parameter")
     if fields["purpose"] != PURPOSE:
         raise invalid("purpose", f"must be {PURPOSE}: this server has no other use for files")
-
-
-def _json(value: Json) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

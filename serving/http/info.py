@@ -9,11 +9,10 @@ from dataclasses import asdict
 from importlib.metadata import version as installed
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serving.http.described import Described
+from serving.http.described import Described, json_response
 from serving.server.errors import ServeError
 from serving.server.service import Service
 
@@ -30,7 +29,7 @@ def info_routes(
 
 def _answers(service: Service, make: Callable[[Service], dict[str, Any]]) -> Any:
     async def answer(request: Request) -> Response:
-        return Response(msgspec.json.encode(make(service)), media_type="application/json")
+        return json_response(make(service))
 
     return answer
 

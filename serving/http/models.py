@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serving.http.described import Described
+from serving.http.described import Described, json_response
 from serving.server.errors import ServeError, invalid
 from serving.server.service import Service
 
@@ -96,5 +95,4 @@ def _page(models: Sequence[Json], query: QueryParams) -> Json:
 
 
 def _json(value: Json) -> Response:
-    headers = {"vary": VERSION_HEADER}
-    return Response(msgspec.json.encode(value), headers=headers, media_type="application/json")
+    return json_response(value, headers={"vary": VERSION_HEADER})

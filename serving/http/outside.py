@@ -5,7 +5,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.server.options import ServerOptions, names_of
 
-METHODS = ("GET", "POST")
+METHODS = ("GET", "POST", "DELETE")
 SHOWN = ("x-request-id", "warning", "retry-after")  # headers that a page may read
 
 

@@ -7,8 +7,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serving.http.described import Described
-from serving.http.guard import read_body, warning_headers
+from serving.http.described import Described, json_response
+from serving.http.guard import read_body
 from serving.server.dialects.response_items import Item
 from serving.server.dialects.responses_api import typed
 from serving.server.errors import ServeError, invalid
@@ -143,10 +143,8 @@ def _of_conversations(service: Service, kept: Kept) -> list[Described]:
 def _route(path: str, verb: str, summary: str, answer: Answer, body: Any = None) -> Described:
     async def endpoint(request: Request) -> Response:
         request.state.ignored = ()
-        told = msgspec.json.encode(await answer(request, owner_now()))
-        response = Response(told, media_type="application/json")
-        response.raw_headers += warning_headers(request.state.ignored)
-        return response
+        told = await answer(request, owner_now())
+        return json_response(told, ignored=request.state.ignored)
 
     return Described(path, endpoint, summary, body, methods=(verb,))
 

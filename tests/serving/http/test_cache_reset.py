@@ -60,5 +60,9 @@ def test_it_needs_a_key_where_strangers_come():
         is_error(client.post(PATH), 401)
         bearer = {"authorization": f"Bearer {KEY}"}
         assert client.post(PATH, headers=bearer).status_code == 200
-    with running_server(grpc=False, host="0.0.0.0") as server, server.client() as client:
+    # Keys may come of a file or a variable, too.
+    open_to_all = {"grpc": False, "host": "0.0.0.0"}
+    with running_server(keys=(KEY,), **open_to_all) as server, server.client() as client:
+        assert client.post(PATH, headers=bearer).status_code == 200
+    with running_server(**open_to_all) as server, server.client() as client:
         is_error(client.post(PATH), 403)

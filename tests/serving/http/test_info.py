@@ -3,6 +3,12 @@
 import pytest
 from kit import COMPLETION, TEMPLATE, VOCAB_SIZE, running_server
 
+from serving.http.app import all_routes
+from serving.http.described import Described
+from serving.http.outside import METHODS
+from serving.server.options import ServerOptions
+from serving.server.service import Service
+
 KEY = "sk-secret-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
 ORIGIN = "https://app.example"
@@ -90,6 +96,12 @@ def test_an_origin_that_is_allowed(client):
     answer = client.post(COMPLETION, json={"prompt": "x"}, headers={"origin": ORIGIN})
     assert answer.status_code == 401
     assert answer.headers["access-control-allow-origin"] == ORIGIN  # so that the page can read it
+
+
+def test_an_origin_may_send_every_method_that_there_is():
+    routes = all_routes(Service(ServerOptions()))
+    verbs = {verb for each in routes if isinstance(each, Described) for verb in each.verbs}
+    assert verbs == set(METHODS)
 
 
 def test_other_origins_are_told_nothing(client):
