@@ -112,7 +112,7 @@ ROWS = (
     ),
     Mutant(
         "anybody resets the caches", "schema", "serving/http/cache.py",
-        "if not has_keys and options.host not in LOCAL:", "if False:",
+        "if not self._has_keys and self._service.options.host not in LOCAL:", "if False:",
         ("tests/serving/http/test_cache_reset.py",), "strangers slow down everybody",
     ),
 )  # fmt: skip
