@@ -43,6 +43,7 @@ FLOORS = (
     ("shiftjax.embed", NO_JAX),
     ("shiftjax.assembly", NO_JAX),
     ("shiftjax.sim", NO_JAX),
+    ("shiftjax.reproduce", NO_JAX),
     ("shiftjax.text", NO_JAX),
     ("shiftjax.weights", JAX),
     ("shiftjax.models", JAX),

@@ -105,6 +105,12 @@ HELP: Mapping[str, Help] = {
         ("--trace", "--model", "--machine", "--compare", "--rates"),
     ),
     "mesh run": Help(("shiftjax mesh run experiments.yaml --out results",)),
+    "reproduce": Help(
+        (
+            "shiftjax reproduce shift --out report",
+            "shiftjax reproduce --traces traces --out report",
+        )
+    ),
     "version": Help(("shiftjax version",)),
 }
 

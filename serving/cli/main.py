@@ -20,7 +20,7 @@ from serving.bench.flags import (
     add_offline_flags,
     add_steps_flags,
 )
-from serving.cli import mesh_flags
+from serving.cli import mesh_flags, reproduce_flags
 from serving.cli.help import add_help, needing_more
 from serving.run.flags import (
     EXIT_CODES,
@@ -134,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
     add_config_flags(doctor)
     mesh_flags.add_commands(subparsers, _add)
+    reproduce_flags.add_command(subparsers, _add)
     _add(subparsers, "version", "cli.commands.version", "print the versions that matter")
     add_help(parser)
     return parser

@@ -1,0 +1,1 @@
+"""The evaluations of published systems, run again on simulated devices."""
