@@ -56,11 +56,14 @@ def _add_simulate(commands: Any, add: Add) -> None:
     text = "replay a trace on a modelled machine"
     parser = add(commands, "simulate", "cli.simulate.simulate", text)
     _add_target(parser)
-    parser.add_argument("--trace", required=True, help="trace file, or poisson, gamma, on_off")
+    parser.add_argument(
+        "--trace", required=True, help="trace file, or poisson, gamma, on_off, closed"
+    )
     parser.add_argument("--window", metavar="START:SECONDS", help="of a file; default 0:900")
     text = f"names, as {COMPARED} (default), or settings, as shift,tp=8; with --config also config"
     parser.add_argument("--compare", nargs="+", metavar="NAMES", help=text)
-    parser.add_argument("--rates", default="1", help="multiples of the trace's rate, e.g. 0.5,1,2")
+    text = "multiples of the trace's rate, or of a loop's users, e.g. 0.5,1,2"
+    parser.add_argument("--rates", default="1", help=text)
     parser.add_argument(
         "--shift-threshold", type=int, metavar="TOKENS", help="of shift; default 256"
     )
@@ -77,7 +80,10 @@ _ACCEPTANCE = (
     "replay's tokens_per_step=X,accepted_of_drafted=Y"
 )
 _HOST = "of phases (pp8:tp8), for parked KV, as 400GiB; default: half of the machine's"
-_SET = "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more"
+_SET = (
+    "argument of a synthetic trace, as rate=4 or prompt_tokens=4096; repeat for more; of a file, "
+    "users=64 makes a closed loop of it"
+)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:

@@ -39,6 +39,7 @@ from shiftjax.config import SETTINGS, EngineConfig
 from shiftjax.core.request import SamplingParams
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, unknown_name
+from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.drafts import acceptance_from
 from shiftjax.sim.experiments import (
     as_text,
@@ -208,6 +209,9 @@ def _load(options: Mapping[str, Any]) -> Load:
     if own:
         raise ConfigError([f"measured: {name}: a trace says it: drop one" for name in own])
     requests = trace_from(options["trace"]) if "trace" in options else []
+    if isinstance(requests, ClosedLoop):
+        words = "a closed loop is modelled alone; shiftjax bench serve --clients is one"
+        raise ConfigError([f"measured: trace: {words} for a server"])
     prompts, num_tokens = options.get("prompts", PROMPTS), options.get("tokens", TOKENS)
 
     def of_trace(files: "ModelFiles") -> list[tuple[TraceRequest, list[int]]]:

@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from serving.bench.flags import meshes_of
 from serving.cli.advise import is_asked, least_gpus
 from serving.cli.asked import asked_of, fleet_flags
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
+from serving.cli.trace_flags import number_of, trace_of, window_of
 from shiftjax.config import EngineConfig
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
@@ -23,12 +23,10 @@ from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate
 from shiftjax.sim.experiments import (
-    SYNTHETIC,
     as_text,
     breakdown_by_context,
     choose_deployments,
     sweep,
-    trace_from,
     write_rows,
 )
 from shiftjax.sim.hindsight import Oracle
@@ -45,9 +43,7 @@ from shiftjax.sim.planning import (
 from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.serve_command import serve_command
-from shiftjax.sim.trace import TraceRequest
 
-WINDOW = "0:900"
 FLEET_HEADING = """fleets: units of tp devices, which all hold the model, form groups in traffic.
 reach: tokens of the longest request, in a narrowest and a widest group; ttft, tpot: of one request
 in a widest one; decodes_by_width: the most sequences for which groups of a width step quickest;
@@ -64,7 +60,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     """Print what every (DP, PP, SP, TP) would hold and do, and which one to take."""
     if is_asked(arguments):
         trace = arguments.trace
-        requests = None if trace is None else _window_of(trace, arguments.window)
+        requests = None if trace is None else window_of(trace, arguments.window)
         asked = asked_of(arguments, machine=arguments.machine.partition(",")[0])
         if requests:
             load = load_of(requests)
@@ -258,7 +254,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     deployments = [*own, *choose_deployments(target, names, **shared)]
     _check_use(arguments, deployments)
     requests = trace_of(arguments)
-    factors = [_number(text, "--rates") for text in arguments.rates.split(",")]
+    factors = [number_of(text, "--rates") for text in arguments.rates.split(",")]
     if not all(0 < factor < math.inf for factor in factors):
         raise ConfigError(["--rates must be above 0 and finite"])
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
@@ -348,7 +344,7 @@ def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, 
     shown = {
         "name": row["name"],
         "is": is_a,
-        "requests/s": row["rate"],
+        **({"users": row["users"]} if "users" in row else {"requests/s": row["rate"]}),
         "tokens/s": row["tokens_per_second"],
         "peak": row["peak_tokens_per_second"],
     }
@@ -375,29 +371,3 @@ def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, 
     if "best" in more:
         shown["best in windows"] = row["best_in_windows"]
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}
-
-
-def trace_of(arguments: argparse.Namespace) -> list[TraceRequest]:
-    """The requests that `--trace`, `--set` and `--window` name. Raises ConfigError."""
-    if arguments.trace in SYNTHETIC:
-        if arguments.window is not None:
-            raise ConfigError(["--window is for trace files; use --set seconds=..."])
-        pairs = [text.partition("=") for text in arguments.set]
-        options = {name: _number(value, f"--set {name}") for name, _, value in pairs}
-        return trace_from({"kind": arguments.trace} | options)
-    if arguments.set:
-        raise ConfigError(["--set is for synthetic traces: " + ", ".join(SYNTHETIC)])
-    return _window_of(arguments.trace, arguments.window)
-
-
-def _window_of(trace: str, window: str | None) -> list[TraceRequest]:
-    start, _, seconds = (window or WINDOW).partition(":")
-    bounds = {"start": _number(start, "--window"), "seconds": _number(seconds, "--window")}
-    return trace_from({"file": trace} | bounds)
-
-
-def _number(text: str, where: str) -> float | int:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(text)
-    raise ConfigError([f"{where}: {text!r} is no number"])

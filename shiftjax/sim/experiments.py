@@ -16,6 +16,7 @@ from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.sim.closed_loop import ClosedLoop, closed_loop, num_requests
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
 from shiftjax.sim.modelled import Target, cost_model
@@ -33,10 +34,15 @@ from shiftjax.sim.trace import (
 )
 from shiftjax.sim.trace import window as cut_window
 
+CLOSED = "closed"  # users who ask again when they have an answer
+OF_USERS = ("users", "think_seconds")  # of a closed loop, whatever has the lengths of its requests
 SYNTHETIC: Mapping[str, Callable[..., list[float]]] = {
     "poisson": lambda rate, seconds, seed=0: arrival_times(rate, seconds, seed=seed),
     "gamma": lambda rate, cv, seconds, seed=0: arrival_times(rate, seconds, cv, seed),
     "on_off": on_off_times,
+    CLOSED: lambda users, requests=None, think_seconds=0.0, seed=0: (
+        [0.0] * num_requests(users, requests)
+    ),
 }
 """Moments of arrival; the other arguments of a synthetic trace are those of `requests_at`."""
 
@@ -105,14 +111,16 @@ def choose_deployments(
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One deployment at one rate, in requests per second."""
+    """One deployment at one rate, in requests per second, or with so many users."""
 
-    rate: float | None  # None: all requests come at once
+    rate: float | None  # None: all requests come at once, or as users ask
     replay: Replay
+    users: int | None = None  # of a closed loop
 
     def row(self) -> dict[str, Any]:
         """For a table or a file."""
-        return {"rate": self.rate} | summary(self.replay)
+        load = {"rate": self.rate} if self.users is None else {"users": self.users}
+        return load | summary(self.replay)
 
 
 def sweep(
@@ -124,14 +132,22 @@ def sweep(
 ) -> list[SweepPoint]:
     """Every deployment at every multiple of the trace's own rate, an oracle after all others.
 
-    Raises ConfigError for multiples of a trace whose requests all come at once.
+    Of a closed loop, multiples are of its users. Raises ConfigError for multiples of a trace whose
+    requests all come at once, and for an oracle of a closed loop, which has no windows of arrivals.
     """
     factors, span = list(factors), requests[-1].arrival_seconds
-    if span == 0 and len(factors) > 1:
+    is_closed = isinstance(requests, ClosedLoop)
+    if span == 0 and len(factors) > 1 and not is_closed:
         raise ConfigError(["all requests of this trace come at once: there is no rate to multiply"])
+    if is_closed and any(isinstance(each, Oracle) for each in deployments):
+        words = "when users ask depends on the deployment: drop it, or use a trace of arrivals"
+        raise ConfigError([f"{ORACLE} compares windows of arrivals, and {words}"])
 
-    def run(factor: float) -> list[Replay]:
-        scaled = scale_rate(requests, factor)
+    def run(factor: float) -> list[SweepPoint]:
+        if isinstance(requests, ClosedLoop):
+            scaled = requests.times(factor)
+        else:
+            scaled = scale_rate(requests, factor)
 
         def served(each: Deployment | Phases) -> Replay:
             return replay(scaled, target, each, acceptance=acceptance)
@@ -141,13 +157,11 @@ def sweep(
         for oracle in oracles:
             others = (each for each in oracle.deployments if each not in deployments)
             replays.append(best_in_hindsight([*replays, *map(served, others)]))
-        return replays
+        users = scaled.users if isinstance(scaled, ClosedLoop) else None
+        rate = factor * len(requests) / span if span else None
+        return [SweepPoint(rate, each, users) for each in replays]
 
-    return [
-        SweepPoint(factor * len(requests) / span if span else None, each)
-        for factor in factors
-        for each in run(factor)
-    ]
+    return [point for factor in factors for point in run(factor)]
 
 
 def saturation_rate(
@@ -175,8 +189,10 @@ def breakdown_by_context(
 # ------------------------------------------------------------------ traces of a config file
 
 
-def trace_from(options: Any) -> list[TraceRequest]:
+def trace_from(options: Any) -> Sequence[TraceRequest]:
     """A trace from `{file, start, seconds}` or `{kind, ...arguments of a synthetic trace}`.
+
+    With `users`, and `think_seconds`, beside a file it is a closed loop.
 
     Raises ConfigError, also where no request is left.
     """
@@ -193,16 +209,18 @@ def trace_from(options: Any) -> list[TraceRequest]:
     return requests
 
 
-def _from_file(options: Mapping[str, Any]) -> list[TraceRequest]:
-    known = ("file", "start", "seconds")
+def _from_file(options: Mapping[str, Any]) -> Sequence[TraceRequest]:
+    known = ("file", "start", "seconds", *OF_USERS)
     wrong = [unknown_name(str(name), known) for name in options if name not in known]
     if wrong:
         raise ConfigError([f"trace: {problem}" for problem in wrong])
     start, seconds = options.get("start", 0.0), options.get("seconds", float("inf"))
-    return cut_window(load_trace(options["file"]), float(start), float(seconds))
+    requests = cut_window(load_trace(options["file"]), float(start), float(seconds))
+    of_users = {name: options[name] for name in OF_USERS if name in options}
+    return closed_loop(requests, **of_users) if of_users else requests
 
 
-def _synthetic(kind: str, **arguments: Any) -> list[TraceRequest]:
+def _synthetic(kind: str, **arguments: Any) -> Sequence[TraceRequest]:
     if not isinstance(kind, str) or kind not in SYNTHETIC:
         raise ConfigError([unknown_name(str(kind), SYNTHETIC, "kind of trace")])
     of_times = inspect.signature(SYNTHETIC[kind]).parameters
@@ -216,7 +234,11 @@ def _synthetic(kind: str, **arguments: Any) -> list[TraceRequest]:
         raise ConfigError([f"trace: {problem}" for problem in sorted(wrong)])
     times = SYNTHETIC[kind](**{n: value for n, value in arguments.items() if n in of_times})
     lengths = {name: value for name, value in arguments.items() if name in of_lengths}
-    return requests_at(times, **lengths)
+    requests = requests_at(times, **lengths)
+    if kind != CLOSED:
+        return requests
+    of_users = (*OF_USERS, "seed")
+    return closed_loop(requests, **{n: arguments[n] for n in of_users if n in arguments})
 
 
 # ------------------------------------------------------------------ files

@@ -9,6 +9,7 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 from typing import NamedTuple
 
 from shiftjax.core.engine import Engine
@@ -22,6 +23,8 @@ from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.parallel.arrangements import Arrangement
 from shiftjax.phases.resharding import PHASES, Resharding
+from shiftjax.sim.arrivals import Arrivals, InOrder, Returning
+from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.modelled import Target
@@ -95,7 +98,7 @@ def replay(
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
 ) -> Replay:
-    """Serve a trace, sorted by arrival, to its end.
+    """Serve a trace, sorted by arrival, or a closed loop, to its end.
 
     `belief` is what a cost policy thinks, `acceptance` how often drafts are right.
     """
@@ -108,7 +111,8 @@ def replay(
     engine, runners = make_engine(target, deployments, clock, belief, acceptance)
     vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
-    records, num_refused = serve(engine, clock, coming)
+    arrivals = Returning(requests, coming) if isinstance(requests, ClosedLoop) else coming
+    records, num_refused = serve(engine, clock, arrivals)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]
     return Replay(
@@ -147,7 +151,7 @@ def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
 def serve(
     engine: Engine,
     clock: Clock,
-    requests: Iterable[Request],
+    requests: Arrivals | Iterable[Request],
     hear: Callable[[Event], None] = lambda _: None,
 ) -> tuple[list[RequestRecord], int]:
     """Bring requests when they come, and step while there is work; `hear` is told of all events.
@@ -157,14 +161,15 @@ def serve(
     A request that comes while the host waits for a step is seen after it, as by a server. Its
     tokens are as a trace spells them, so nothing but its length can be refused.
     """
-    coming = iter(requests)
-    request, num_refused = next(coming, None), 0
+    coming = requests if isinstance(requests, Arrivals) else InOrder(requests)
+    num_refused = 0
     names: list[str] = []
     open_requests: dict[str, Request] = {}
     ended: dict[str, RequestRecord] = {}
-    while request is not None or engine.has_work():
-        while request and (request.arrival_seconds <= clock.now or not engine.has_work()):
-            clock.now = max(clock.now, request.arrival_seconds)
+    while coming.next_seconds < inf or engine.has_work():
+        while (at := coming.next_seconds) <= clock.now or (at < inf and not engine.has_work()):
+            clock.now = max(clock.now, at)
+            request = coming.take()
             try:
                 num_prompt, limits = len(request.prompt_token_ids), engine.limits
                 check_length(num_prompt, request.sampling.max_tokens, limits)
@@ -173,16 +178,17 @@ def serve(
                 open_requests[request.request_id] = request
             except RequestError:
                 num_refused += 1
-            request = next(coming, None)
-        clock.next_arrival = request.arrival_seconds if request else float("inf")
+                coming.ended(clock.now)
+        clock.next_arrival = coming.next_seconds
         begin = clock.now
         for event in engine.step(begin):
             hear(event)
             if event.metrics is not None:
                 name = event.request_id
-                ended[name] = _record(event, open_requests.pop(name))
+                record = ended[name] = _record(event, open_requests.pop(name))
+                coming.ended(record.arrival + record.completion)
         if clock.now == begin and not any(lane.in_flight for lane in engine.lanes):
-            clock.now = min(clock.next_arrival, begin + IDLE_SECONDS)
+            clock.now = min(coming.next_seconds, begin + IDLE_SECONDS)
     return [ended[name] for name in names], num_refused
 
 

@@ -94,7 +94,8 @@ class Report:
         rows, too.
         """
         rows = [point.row() for point in points]
-        last = [point.replay for point in points if point.rate == points[-1].rate]
+        loads = [(point.rate, point.users) for point in points]
+        last = [p.replay for p, load in zip(points, loads, strict=True) if load == loads[-1]]
         self.table(heading, rows, name)
         if len(last) < len(points):
             self.plot(f"{heading}: latency and throughput", frontier(rows))
@@ -218,13 +219,14 @@ def pareto(trials: Sequence[Trial]) -> "Figure":
 
 
 def percentiles_by_rate(rows: Sequence[Mapping[str, Any]], metric: str) -> "Figure":
-    """p50, p90 and p99 of a metric against the arrival rate."""
+    """p50, p90 and p99 of a metric against the arrival rate, or the number of users."""
     figure, panels = new_axes(3)
+    load, label = ("users", "users") if "users" in rows[0] else ("rate", "requests/s")
     for axes, percentile in zip(panels, (50, 90, 99), strict=True):
         for name, points in _by_name(rows).items():
             values = [point[f"{metric}_p{percentile}_seconds"] for point in points]
-            axes.plot([point["rate"] for point in points], values, "o-", label=name)
-        _finish(axes, "requests/s", f"{metric} p{percentile}, s", log=True)
+            axes.plot([point[load] for point in points], values, "o-", label=name)
+        _finish(axes, label, f"{metric} p{percentile}, s", log=True)
     return figure
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from serving.cli.help import HELP, commands_of, needing_more
 from serving.cli.main import make_parser
-from serving.cli.simulate import compared_names, trace_of
+from serving.cli.simulate import compared_names
+from serving.cli.trace_flags import trace_of
 from serving.run.flags import parse_args, settle
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.named import fragment_of
