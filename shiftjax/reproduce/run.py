@@ -49,7 +49,8 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def markdown(figures: Sequence[Figure]) -> str:
-    """A table of figures; an error of more than `NEAR` is bold."""
+    """A table of figures, and their notes below it; an error of more than `NEAR` is bold."""
+    notes: dict[str, int] = {}
     lines = ["| figure | what | published | ours | error | note |", "| --- " * 6 + "|"]
     for each in figures:
         error = "-" if each.error is None else f"{each.error:+.0%}"
@@ -57,9 +58,11 @@ def markdown(figures: Sequence[Figure]) -> str:
             error = f"**{error}**"
         value = shown(each.published, each.unit)
         value += {"plot": " (read off a plot)", "report": " (reported)"}.get(each.read, "")
-        cells = each.number, each.what, value, shown(each.ours, each.unit), error, each.note
+        note = f"{notes.setdefault(each.note, len(notes) + 1)}" if each.note else ""
+        cells = each.number, each.what, value, shown(each.ours, each.unit), error, note
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    below = [f"{number}. {words}" for words, number in notes.items()]
+    return "\n".join([*lines, *([""] if below else []), *below])
 
 
 def write(results: Mapping[str, Sequence[Figure | Curve]], out: Path) -> None:
