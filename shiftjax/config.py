@@ -33,7 +33,7 @@ DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference docum
 MOST_HOST_BYTES = 1 << 50
 MOST_PORT = 65535  # the port after that of `coordinator` is JAX's
 # Of a group, on the GPU servers that are planned for and simulated: vLLM's defaults there, with
-# which published figures were taken. The engine's own defaults are below; `--config` has them.
+# which published figures were taken.
 SERVER_BUDGETS = types.MappingProxyType({"max_num_seqs": 256, "max_num_batched_tokens": 8192})
 
 
@@ -269,8 +269,19 @@ class CacheOptions:
 class SchedulerOptions:
     """What goes into a step, and in which mode it runs."""
 
-    max_num_seqs: int = option(64, "sequences in a step, at most", low=1, high=4096)
-    max_num_batched_tokens: int = option(1024, "tokens in a step, at most", low=1, high=1 << 20)
+    max_num_seqs: int | None = option(
+        None,
+        "sequences in a step, at most; default: 256 on a GPU, 64 on a CPU",
+        low=1,
+        high=4096,
+    )
+    max_num_batched_tokens: int | None = option(
+        None,
+        "tokens in a step, at most; default: 8192 on a GPU of 80 GB or more, 2048 on others, "
+        "1024 on a CPU",
+        low=1,
+        high=1 << 20,
+    )
     policy: str = option(
         "threshold",
         "how a step's mode is chosen",
@@ -365,7 +376,8 @@ class EngineConfig:
         given = self.scheduler.shift_threshold
         if given is not None or self.parallel.gathers:
             return given
-        return min(DEFAULT_SHIFT_THRESHOLD, self.scheduler.max_num_batched_tokens // 2)
+        budget = self.scheduler.max_num_batched_tokens or 2 * DEFAULT_SHIFT_THRESHOLD
+        return min(DEFAULT_SHIFT_THRESHOLD, budget // 2)
 
     def flat(self) -> dict[str, Any]:
         """Every setting by its flat name, in the order of the fields."""
@@ -400,8 +412,12 @@ CONTROLS: Mapping[str, Setting] = types.MappingProxyType(
 # an underscore also guard `SchedulerConfig`.
 
 
-def budget_holds_the_decodes(max_num_batched_tokens: int, max_num_seqs: int) -> str | None:
-    """Refuse a step that cannot hold every running sequence."""
+def budget_holds_the_decodes(
+    max_num_batched_tokens: int | None, max_num_seqs: int | None
+) -> str | None:
+    """Refuse a step that cannot hold every running sequence; None: chosen to suit the other."""
+    if max_num_batched_tokens is None or max_num_seqs is None:
+        return None
     if max_num_batched_tokens >= max_num_seqs:
         return None
     return (
@@ -534,9 +550,11 @@ def _pool_holds_a_sequence(
 
 
 def _buckets_reach_the_budget(
-    token_buckets: tuple[int, ...] | None, max_num_batched_tokens: int
+    token_buckets: tuple[int, ...] | None, max_num_batched_tokens: int | None
 ) -> str | None:
-    if token_buckets is None or token_buckets[-1] >= max_num_batched_tokens:
+    if token_buckets is None or max_num_batched_tokens is None:
+        return None
+    if token_buckets[-1] >= max_num_batched_tokens:
         return None
     return (
         f"token_buckets end at {token_buckets[-1]}, but a step may have "

@@ -229,7 +229,7 @@ def _start_runner(
     model, memory = source.config, measure(jax.devices())
     check_embedding(config, model, memory)
     devices = jax.devices()[: num_devices_of(config, memory.num_devices)]
-    shape = embed_shape(config, model, pooling.max_length, len(devices))
+    shape = embed_shape(config, model, pooling.max_length, memory)
     mesh, layout = rows_mesh(devices), Layout(served_within(model, shape.widths[-1]), 1, 1)
     defined = define(layout, formats_of(embed_dtype(config)))
     leaves = load(defined, layout, mesh, source, progress)

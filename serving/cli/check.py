@@ -104,7 +104,7 @@ def _encoder_rows(config: EngineConfig, model: ModelConfig, pooling: Pooling) ->
     here = measure(jax.devices())
     check_embedding(config, model, here)
     num_devices = num_devices_of(config, here.num_devices)
-    shape = embed_shape(config, model, pooling.max_length, num_devices)
+    shape = embed_shape(config, model, pooling.max_length, here)
     counts = (shape.most_rows(width) // num_devices for width in shape.widths)
     rows = (f"{n} of {width} tokens" for n, width in zip(counts, shape.widths, strict=True))
     dtype = embed_dtype(config)

@@ -34,7 +34,7 @@ def window_of(
     """The requests of a file in a window, START:SECONDS. Raises ConfigError."""
     start, _, seconds = (window or WINDOW).partition(":")
     bounds = {"start": number_of(start, "--window"), "seconds": number_of(seconds, "--window")}
-    return trace_from({"file": trace} | bounds | options)
+    return trace_from({"file": trace, **bounds, **options})
 
 
 def number_of(text: str, where: str) -> float | int:

@@ -27,6 +27,7 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.costs.step_costs import CostModel
 from shiftjax.costs.sum_buffers import sum_buffer_bytes
+from shiftjax.deploy.budgets import OF_CPUS, Budgets
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
 from shiftjax.options import ConfigError
@@ -48,6 +49,7 @@ class Devices(NamedTuple):
     free_bytes: int  # before weights are loaded
     pool_share: float = 1.0  # of what weights leave, for KV
     per_host: int = 0  # 0: all are on one host
+    budgets: Budgets = OF_CPUS  # of a step, where settings say nothing
 
 
 @dataclass(frozen=True)

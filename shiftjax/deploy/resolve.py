@@ -14,6 +14,7 @@ from shiftjax.costs.memory import (
     expert_bytes,
     weight_bytes,
 )
+from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
@@ -71,8 +72,9 @@ def resolve(
     longest = config.model.max_model_len or model.max_position_embeddings
     model = served_within(model, longest)
     formats = formats_in(config, model, suited)
-    budget = scheduler.max_num_batched_tokens
-    sizes = config.compile.token_buckets or doubling(budget, suited.few_tokens)
+    budgets = chosen_budgets(config, devices.budgets)
+    tokens = budgets.max_num_batched_tokens
+    sizes = config.compile.token_buckets or doubling(tokens, suited.few_tokens)
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
     widths: tuple[int, ...] = ()
     if config.fleet.fleet:
@@ -91,8 +93,8 @@ def resolve(
         policy=scheduler.policy,
         threshold=config.threshold_tokens,
         max_model_len=longest,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_num_batched_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=budgets.max_num_seqs,
+        max_num_batched_tokens=tokens,
         token_buckets=sizes,
         weights=config.parallel.shift_weights or config.parallel.weights,
         attention=config.compile.attention,
@@ -103,7 +105,7 @@ def resolve(
         preemption=cache.preemption,
         host_bytes=cache.host_bytes,
         drafts=config.drafts,
-        max_draft_rows=draft_rows(config.drafts, scheduler.max_num_seqs),
+        max_draft_rows=draft_rows(config.drafts, budgets.max_num_seqs),
         widths=widths,
         fleet=config.fleet,
         hash_size=block_size if widths else 0,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from shiftjax.deploy.budgets import budgets_for
 from shiftjax.deploy.deployment import Devices
 from shiftjax.hosts.calls import Alone, Hosts
 from shiftjax.parallel.grid import Device
@@ -33,7 +34,8 @@ def measure(devices: Sequence[Device], hosts: Hosts | None = None) -> Devices:
             raise RuntimeError(f"{first} does not report its memory; set num_blocks")
         total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     total, free = hosts.least("to measure memory", (total, free))
-    return Devices(len(devices), total, free, share, len(own))
+    budgets = budgets_for(first.platform == "cpu", total)
+    return Devices(len(devices), total, free, share, len(own), budgets)
 
 
 def host_memory() -> tuple[int, int]:

@@ -4,6 +4,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import SETTINGS, EngineConfig
+from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Devices
 from shiftjax.deploy.tasks import ENGINE_TASKS, idle_settings
 from shiftjax.embed.embed_engine import EmbedShape
@@ -63,7 +64,7 @@ def check_embedding(config: EngineConfig, model: ModelConfig, devices: Devices) 
 
 
 def embed_shape(
-    config: EngineConfig, model: ModelConfig, max_length: int, num_devices: int
+    config: EngineConfig, model: ModelConfig, max_length: int, devices: Devices
 ) -> EmbedShape:
     """The sizes of steps: widths doubling up to the longest text, rows up to the budget.
 
@@ -79,7 +80,9 @@ def embed_shape(
     while widths[-1] < longest:
         widths.append(2 * widths[-1])
     widths[-1] = longest
-    budget, rows = config.scheduler.max_num_batched_tokens, []
+    num_devices = num_devices_of(config, devices.num_devices)
+    budgets, rows = chosen_budgets(config, devices.budgets), []
+    budget = budgets.max_num_batched_tokens
     if budget < longest:
         words = f"holds no text of {longest} tokens: raise it, or set a smaller max_model_len"
         raise ConfigError([f"max_num_batched_tokens = {budget} {words}"])
@@ -88,5 +91,5 @@ def embed_shape(
         while 2 * counts[-1] * width <= budget:
             counts.append(2 * counts[-1])
         rows.append(tuple(count * num_devices for count in counts))
-    most = config.scheduler.max_num_seqs * num_devices
+    most = budgets.max_num_seqs * num_devices
     return EmbedShape(tuple(widths), tuple(rows), most, model.hidden_size, model.num_scores)

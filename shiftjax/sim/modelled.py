@@ -12,6 +12,7 @@ from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
+from shiftjax.deploy.budgets import budgets_for
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
@@ -38,7 +39,8 @@ class Target:
         """The machine's, with all of their memory free."""
         memory = int(self.machine.memory_bytes)
         num_devices, per_host = self.machine.num_devices, self.machine.devices_per_host
-        return Devices(num_devices, memory, memory, per_host=per_host)
+        budgets = budgets_for(self.machine.shared_cores > 0, memory)
+        return Devices(num_devices, memory, memory, per_host=per_host, budgets=budgets)
 
     @property
     def reserved_bytes(self) -> int:

@@ -54,6 +54,16 @@ ROWS = (
         ("tests/models/test_longrope.py",), "short contexts take the long factors",
     ),
     Mutant(
+        "a GPU has the steps of a CPU", "configs", "shiftjax/sim/modelled.py",
+        "self.machine.shared_cores > 0", "True",
+        ("tests/sim/test_own_settings.py",), "a server on GPUs has steps of 1,024 tokens",
+    ),
+    Mutant(
+        "sequences are more than a step has tokens", "configs", "shiftjax/deploy/budgets.py",
+        "min(suited.max_num_seqs, tokens)", "suited.max_num_seqs",
+        ("tests/deploy/test_budgets.py",), "a small step alone is refused",
+    ),
+    Mutant(
         "an expert's weight is of what it gives", "configs", EXPERTS,
         "x, gains = _times(x, gains), jnp.ones_like(gains)", "pass",
         (TEST_PARITY,), "Llama 4's experts read tokens of another size",

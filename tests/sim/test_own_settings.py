@@ -54,7 +54,7 @@ def test_blocks_are_those_that_fit_the_machine_and_could_be_used():
     assert memory * 7 / 8 < taken < memory  # of 4 significant bits
     assert deployment.num_blocks % (1 << deployment.num_blocks.bit_length() - 4) == 0
     few = deploy_config(GPUS, EngineConfig.from_options(sp=4, tp=2, max_model_len=64))
-    assert few.num_blocks == 1 + 64 * 64 // 16
+    assert few.num_blocks == 1 + 256 * 64 // 16
 
 
 def test_a_server_is_assumed_where_no_settings_are_given():
