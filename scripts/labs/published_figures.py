@@ -1,6 +1,10 @@
 """Published figures beside what the simulator gives, with one set of constants; Markdown.
 
     python scripts/labs/published_figures.py [PART ...] [--mooncake FILE]
+    python scripts/labs/published_figures.py check --write
+
+`fit` and `check` are the tables of `benchmarks/published`: figures that constants were fitted to,
+and figures that only check them. `check --write` renews `shiftjax/sim/error_bands.csv`.
 
 Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4,096 tokens in and
 250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv
@@ -16,26 +20,31 @@ All parts take about ten minutes.
 """
 
 import argparse
+import csv
 import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.fleet.setup import move_costs
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
+from shiftjax.sim.error_bands import FILE as BANDS
 from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
 from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.modelled import Target, cost_model, memory_of
 from shiftjax.sim.named import STANDARD, deploy, standard_deployments
+from shiftjax.sim.published import error_rows, read_figures
 from shiftjax.sim.replay import replay
 from shiftjax.sim.replay_metrics import makespan, peak_throughput, summary
 from shiftjax.sim.trace import TraceRequest, load_trace, on_off_times, requests_at, window
 
+TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
 PROMPT, OUTPUT = 4096, 250
 BURSTS = requests_at(on_off_times(1, 10, 120, 30, 600), PROMPT, OUTPUT)
 FLYING_QUIET = 45.0  # seconds before the first burst
@@ -266,6 +275,34 @@ def show(figures: Iterator[Figure]) -> None:
     print(f"\n{within} of {len(errors)} within 15%, median error {median:.0%}\n", flush=True)
 
 
+def of_table(name: str) -> list[dict[str, Any]]:
+    """The figures of a table beside predictions; prints them as they come."""
+    print("| figure | published | simulated | error |\n| --- | --- | --- | --- |")
+    rows = []
+    for row in error_rows(read_figures(TABLES / f"{name}.csv")):
+        shown = f"{row['published']:.4g} | {row['predicted']:.4g} | {row['error']:+.0%}"
+        print(f"| {row['what']} | {shown} |", flush=True)
+        rows.append(row)
+    print("\n| system, load | figures | within 15% | within 25% |\n| --- | --- | --- | --- |")
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        for group in (f"{row['system']}, {row['load']}", row["metric"], "all"):
+            groups.setdefault(group, []).append(abs(row["error"]))
+    for group, off in groups.items():
+        counts = [sum(error <= limit for error in off) for limit in (0.15, 0.25)]
+        print(f"| {group} | {len(off)} | {counts[0]} | {counts[1]} |")
+    return rows
+
+
+def write_bands(rows: list[dict[str, Any]]) -> None:
+    """Renew the errors that bands are made of."""
+    with BANDS.open("w", encoding="utf-8", newline="") as file:
+        names = ("system", "metric", "error", "what")
+        writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
     part.__name__: part
     for part in (quiet, saturated, bursts, flying, suffix, seesaw, tensorrt_llm, experts, mooncake)
@@ -275,11 +312,19 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="published figures beside simulated ones")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
+    parser.add_argument("--write", action="store_true", help="renew the error bands")
     arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - set(PARTS):
-        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    known = (*PARTS, "fit", "check")
+    if unknown := set(arguments.parts) - set(known):
+        parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
     if "mooncake" in arguments.parts and not arguments.mooncake:
         parser.error("the part mooncake needs --mooncake FILE")
-    for name in arguments.parts or [n for n in PARTS if n != "mooncake" or arguments.mooncake]:
+    for name in {"fit", "check"} & set(arguments.parts):
+        rows = of_table(name)
+        if name == "check" and arguments.write:
+            write_bands(rows)
+    every = [name for name in PARTS if name != "mooncake" or arguments.mooncake]
+    chosen = [name for name in arguments.parts if name in PARTS]
+    for name in chosen if arguments.parts else every:
         print(f"{PARTS[name].__doc__}\n")
         show(mooncake(arguments.mooncake) if name == "mooncake" else PARTS[name]())

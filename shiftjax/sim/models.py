@@ -18,6 +18,14 @@ _PLANNED = (
         },
         *(8192, 22_016, 48, 64, 8, 128),
     ),
+    preset(  # Llama 2 70B's config.json
+        *("llama-2-70b", {"architecture": "llama", "vocab_size": 32_000} | _LONG),
+        *(8192, 28_672, 80, 64, 8, 128),
+    ),
+    preset(  # Qwen3-14B's config.json
+        *("qwen3-14b", {"architecture": "qwen3", "vocab_size": 151_936} | _LONG),
+        *(5120, 17_408, 40, 40, 8, 128),
+    ),
     preset(  # Llama 4 Scout's config.json, text part: every layer has experts
         "llama-17b-16e",
         {"architecture": "llama", "vocab_size": 202_048} | _LONG,
