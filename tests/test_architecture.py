@@ -98,7 +98,10 @@ KNOW_KV_HEADS = {
     *(f"shiftjax.arch.{name}" for name in ("cache", "config", "presets", "weights")),
     *("shiftjax.parallel.layout", "shiftjax.parallel.stored"),
     *(f"shiftjax.weights.{name}" for name in ("encoder_config", "gguf_config", "hf_config")),
-    *(f"shiftjax.weights.{name}" for name in ("hf_names", "kv_scales", "quantised")),
+    *(
+        f"shiftjax.weights.{name}"
+        for name in ("gemma4_config", "hf_names", "kv_scales", "quantised")
+    ),
     "shiftjax.device.place",  # which reads such weights
     *(
         f"shiftjax.models.{name}"

@@ -1,9 +1,11 @@
 """What the layers of a model keep of every token, entry by entry. No JAX.
 
 Who allocates, moves, counts or prices a cache asks here; what its numbers mean attention alone
-knows. `ModelConfig.cache` is the spec of a model, `Layout.cache` what one device has of it.
+knows. `ModelConfig.caches` are those of a model, `Layout.caches` what one device has of them: one
+where all layers have KV heads alike, else one for each shape of heads.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # NumPy takes longer to import than all of a command's help
@@ -38,7 +40,7 @@ class Entry(NamedTuple):
 
 
 class CacheSpec(NamedTuple):
-    """The entries of every layer, in the order of a pool's arrays."""
+    """The entries of a layer, in the order of a pool's arrays."""
 
     entries: tuple[Entry, ...]
 
@@ -62,6 +64,40 @@ class CacheSpec(NamedTuple):
             tuple(place for place, other in enumerate(kinds) if other == kind)
             for kind in dict.fromkeys(kinds)
         ]
+
+
+class LayerCache(NamedTuple):
+    """The layers of a model, or of a stage of it, that keep alike; they share arrays of a pool."""
+
+    spec: CacheSpec
+    layers: tuple[int, ...]  # of the stage, in their order
+    first: int = 0  # how many of the model's such layers are in earlier stages
+    heads: int = 0  # which of `ModelConfig.head_shapes` they have
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of a token in all of them."""
+        return len(self.layers) * self.spec.numbers
+
+
+def layers_of_pools(
+    caches: Sequence[LayerCache], num_pools: int
+) -> list[tuple[LayerCache, tuple[int, ...]]]:
+    """Return what each pool holds, where there are so many at most: a cache, and its layers there.
+
+    All pools but the last of a cache hold equally many layers, as few as that allows. Raises
+    ValueError where a cache would have no pool.
+    """
+    if num_pools < len(caches):
+        raise ValueError(f"{num_pools} pools cannot hold {len(caches)} kinds of caches.")
+    counts, each = [len(cache.layers) for cache in caches], 1
+    while sum(-(-count // each) for count in counts) > num_pools:
+        each += 1
+    return [
+        (cache, cache.layers[first : first + each])
+        for cache in caches
+        for first in range(0, len(cache.layers), each)
+    ]
 
 
 def keys_and_values(num_heads: int, head_dim: int) -> CacheSpec:

@@ -2,9 +2,9 @@
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from shiftjax.arch.cache import CacheSpec, keys_and_values
+from shiftjax.arch.cache import CacheSpec, LayerCache, keys_and_values
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Scores = Literal["softmax", "sigmoid"]
@@ -19,10 +19,11 @@ class RopeScaling:
     `high_freq_factor` times, and blends between the two (Llama 3.1 model card). `yarn` does so with
     its beta_slow and beta_fast, blending by place (arXiv 2309.00071, section 3.2); `truncate`
     rounds the ends of that range to whole places. `longrope` divides each frequency by a number of
-    its own (arXiv 2402.13753). `attention_factor` multiplies cosines and sines.
+    its own (arXiv 2402.13753). `attention_factor` multiplies cosines and sines. `proportional`
+    divides as `linear` does, and only the first `part` of the frequencies turn (Gemma 4).
     """
 
-    kind: Literal["linear", "llama3", "yarn", "longrope"]
+    kind: Literal["linear", "llama3", "yarn", "longrope", "proportional"]
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -31,6 +32,7 @@ class RopeScaling:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()  # of longrope: up to the original context
     long_factors: tuple[float, ...] = ()  # beyond it
+    part: float = 1.0  # of proportional
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,25 @@ class LayerKind:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     has_rope: bool = True
+    heads: tuple[int, int] | None = None  # KV heads and the width of heads; None: the model's
+    keys_are_values: bool = False  # values are the projection of keys, normed otherwise (Gemma 4)
+
+
+class LayerParts(NamedTuple):
+    """What a layer is made of: layers that are alike in it have weights of the same shapes."""
+
+    has_experts: bool = False
+    heads: int = 0  # which of `ModelConfig.head_shapes`
+    num_kv: int = 2  # projections of keys and of values; 0: it reads the cache of another layer
+    is_wide: bool = False  # its MLP has twice the width
+
+
+class RopeKind(NamedTuple):
+    """A rotary embedding of some layers."""
+
+    theta: float
+    scaling: RopeScaling | None
+    width: int  # numbers of a head that are rotated
 
 
 @dataclass(frozen=True)
@@ -148,6 +169,7 @@ class ModelConfig:
     wide_qk_norm: bool = False  # over all heads together instead (OLMo 2)
     qk_unit_norm: bool = False  # without weights, and after rope, where there is rope (Llama 4)
     qk_norm_by_head: bool = False  # over head_dim, but each head has weights of its own (Cohere)
+    value_unit_norm: bool = False  # values are normed, too, without weights (Gemma 4)
     norm_offset: bool = False  # norms multiply by 1 + weight (Gemma)
     norm_in_float32: bool = False  # and are rounded after the weight is applied, not before
     norm_centred: bool = False  # the mean is subtracted first: LayerNorm without a bias (Cohere)
@@ -157,6 +179,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # embeddings times this (Granite)
     residual_scale: float = 1.0  # what attention and MLP add to the residual, times this (Granite)
     logit_scale: float = 1.0  # logits times this (Granite, Cohere)
+    layer_scalars: bool = False  # what a layer gives is times a number of its own (Gemma 4)
     # Queries at a position p are times 1 + beta * log(1 + p // context) (Ministral 3).
     query_growth: tuple[float, int] | None = None  # beta, context
     query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
@@ -172,6 +195,10 @@ class ModelConfig:
     encoder: Encoder | None = None  # None: a decoder
     num_labels: int = 0  # a decoder that scores a text by its last token; 0: it has a vocabulary's
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
+    # The last so many layers have no keys and values: each reads those of the last layer of its
+    # kind that has some, and may have an MLP of twice the width (Gemma 4).
+    num_shared_kv_layers: int = 0
+    has_wide_sharers: bool = False
     num_kv_layers: int | None = None  # SwiftKV: layers with keys and values of their own
     speculator: Speculator | None = None  # drafts by a model; None: none
     codes: Codes | None = None  # what the checkpoint is quantised to; None: plain numbers
@@ -186,8 +213,62 @@ class ModelConfig:
 
     @property
     def cache(self) -> CacheSpec:
-        """What each of its layers keeps of a token."""
+        """What a layer that has the model's own KV heads keeps of a token; see `caches`."""
         return keys_and_values(self.num_kv_heads, self.head_dim)
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What its layers keep of a token: one for each shape of heads that some of them have."""
+        caches, start = [], self.stage.first if self.stage else 0
+        before = [self._shape_of(self._kind_of(layer)) for layer in range(start)]
+        own = self.kinds[: self.num_layers - self.num_shared_kv_layers]
+        shapes = [self._shape_of(kind) for kind in own]
+        for heads in dict.fromkeys(shapes):
+            layers = tuple(layer for layer, shape in enumerate(shapes) if shape == heads)
+            first = sum(shape == heads for shape in before)
+            caches.append(LayerCache(self.of_heads(heads).cache, layers, first, heads))
+        return tuple(caches)
+
+    @property
+    def head_shapes(self) -> tuple[tuple[int, int], ...]:
+        """The KV heads and the width of heads of its layers: its own first, then others."""
+        own = self.num_kv_heads, self.head_dim
+        return tuple(dict.fromkeys((own, *(kind.heads or own for kind in self.layer_kinds))))
+
+    def _shape_of(self, kind: LayerKind) -> int:
+        """Return which of `head_shapes` layers of a kind have."""
+        return self.head_shapes.index(kind.heads) if kind.heads else 0
+
+    @property
+    def cached_by(self) -> tuple[int, ...]:
+        """For each of its layers the one whose cache it reads: itself, but for those that share."""
+        kinds, first = self.kinds, self.num_layers - self.num_shared_kv_layers
+        shared = {kind: layer for layer, kind in enumerate(kinds[:first])}  # the last of each
+        return (*range(first), *(shared[kind] for kind in kinds[first:]))
+
+    @property
+    def parts(self) -> tuple[LayerParts, ...]:
+        """What each of its layers is made of."""
+        first = self.num_layers - self.num_shared_kv_layers
+        return tuple(
+            LayerParts(
+                self.has_experts(layer),
+                self._shape_of(kind),
+                0 if layer >= first else 2 - kind.keys_are_values,
+                layer >= first and self.has_wide_sharers,
+            )
+            for layer, kind in enumerate(self.kinds)
+        )
+
+    def of_heads(self, heads: int) -> "ModelConfig":
+        """Return the model whose own KV heads are those of `head_shapes[heads]`.
+
+        It answers questions of single layers: what they keep, and how their heads are split.
+        """
+        if heads == 0:
+            return self
+        num_kv_heads, head_dim = self.head_shapes[heads]
+        return replace(self, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
     @property
     def has_codes(self) -> bool:
@@ -221,13 +302,19 @@ class ModelConfig:
         return tuple(map(self._kind_of, range(first, first + self.num_layers)))
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The distinct sliding windows of the whole model's layers, in order of first use.
+    def attentions(self) -> tuple[tuple[int | None, int], ...]:
+        """The distinct windows and shapes of heads of the whole model's layers, by first use.
 
         Of a stage, too: a step's work is divided once, for all stages.
         """
         count = self.stage.num_all if self.stage else self.num_layers
-        return tuple(dict.fromkeys(self._kind_of(i).sliding_window for i in range(count)))
+        kinds = map(self._kind_of, range(count))
+        return tuple(dict.fromkeys((kind.sliding_window, self._shape_of(kind)) for kind in kinds))
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each of `attentions`."""
+        return tuple(window for window, _ in self.attentions)
 
     def _kind_of(self, layer: int) -> LayerKind:
         """How a layer of the whole model attends."""
@@ -236,10 +323,14 @@ class ModelConfig:
         return LayerKind(self.sliding_window, self.rope_theta, self.rope_scaling)
 
     @property
-    def ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
-        """The distinct rotary embeddings of its layers: theta and scaling."""
-        kinds = (kind for kind in self.kinds if kind.has_rope)
-        return tuple(dict.fromkeys((kind.rope_theta, kind.rope_scaling) for kind in kinds))
+    def ropes(self) -> tuple[RopeKind, ...]:
+        """The distinct rotary embeddings of its layers."""
+        return tuple(dict.fromkeys(self.rope_of(kind) for kind in self.kinds if kind.has_rope))
+
+    def rope_of(self, kind: LayerKind) -> RopeKind:
+        """Return the rotary embedding of layers of a kind."""
+        width = self.rotary_dim or self.head_shapes[self._shape_of(kind)][1]
+        return RopeKind(kind.rope_theta, kind.rope_scaling, width)
 
     @property
     def attention_scale(self) -> float:

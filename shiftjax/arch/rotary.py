@@ -20,6 +20,9 @@ def rope_frequencies(
         is_long = max_positions > scaling.original_max_position_embeddings
         divisors = scaling.long_factors if is_long else scaling.short_factors
         return [f / divisor for f, divisor in zip(frequencies, divisors, strict=True)]
+    if scaling.kind == "proportional":  # halves of the whole head, of which the last stand still
+        turning = int(scaling.part * rotary_dim // 2)
+        return [f / scaling.factor * (i < turning) for i, f in enumerate(frequencies)]
     if scaling.kind == "yarn":
         kept = _yarn_kept(theta, scaling, rotary_dim)
     else:
@@ -32,14 +35,9 @@ def served_within(model: ModelConfig, longest: int) -> ModelConfig:
 
     Rotary embeddings with numbers for two ranges then take those of this one, in all sequences.
     """
-    if any(scaling is not None and scaling.kind == "longrope" for _, scaling in model.ropes):
+    if any(scaling is not None and scaling.kind == "longrope" for _, scaling, _ in model.ropes):
         return replace(model, max_position_embeddings=longest)
     return model
-
-
-def rotary_dim(config: ModelConfig) -> int:
-    """Return how many of the numbers of a head are rotated."""
-    return config.rotary_dim or config.head_dim
 
 
 def _llama3_kept(frequency: float, scaling: RopeScaling) -> float:

@@ -11,6 +11,15 @@ _GEMMA = {
     "activation": "gelu_tanh",
     "scaled_embedding": True,
 }
+_GEMMA4 = {
+    "norm_in_float32": True,
+    "activation": "gelu_tanh",
+    "scaled_embedding": True,
+    "qk_norm": True,
+    "value_unit_norm": True,
+    "layer_scalars": True,
+    "query_scale": 1.0,
+}
 _OLMO = {"qk_norm": True, "wide_qk_norm": True}
 _COHERE = {
     "norm_centred": True,
@@ -41,6 +50,7 @@ DECODERS: dict[str, Decoder] = dict(
         "mixtral": Decoder("MixtralForCausalLM"),
         "gemma2": Decoder("Gemma2ForCausalLM", _GEMMA),
         "gemma3_text": Decoder("Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}),
+        "gemma4_text": Decoder("Gemma4ForCausalLM", _GEMMA4),
         "olmo2": Decoder("Olmo2ForCausalLM", _OLMO | {"norm_in_float32": True}),
         "olmo3": Decoder("Olmo3ForCausalLM", _OLMO | {"norm_in_float32": True}),
         "olmoe": Decoder("OlmoeForCausalLM", _OLMO),

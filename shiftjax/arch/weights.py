@@ -5,13 +5,14 @@ counts of parameters and bytes per device (`costs/memory.py`) read it; the modul
 their weights by these names.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import Experts, ModelConfig, Speculator
+from shiftjax.arch.config import Experts, LayerParts, ModelConfig, Speculator
 from shiftjax.arch.traits import DECODERS
 from shiftjax.options import ConfigError
 
@@ -24,6 +25,17 @@ EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a ten
 
 Plain = Literal["matrix", "table", "norm", "head_norm", "bias", "correction"]
 Kind = Plain | Literal["codes", "scale", "input_scale", "kv_scale"]
+
+
+def of_shape(axis: str, heads: int) -> str:
+    """Return the name of an axis of heads in layers that have such heads (`head_shapes`)."""
+    return f"{axis}@{heads}" if heads else axis
+
+
+def plain_axis(axis: str) -> tuple[str, int]:
+    """Undo `of_shape`."""
+    name, _, heads = axis.partition("@")
+    return name, int(heads or 0)
 
 
 class Weight(NamedTuple):
@@ -46,6 +58,11 @@ class Weight(NamedTuple):
     tied_to: str | None = None  # the weight whose memory it shares
     in_shift: bool = False  # split over all devices in every mode, as SHIFT splits it
     stacked: tuple[str, ...] = ()  # tensors along the second dimension, in place of `source`
+
+    @property
+    def split(self) -> str | None:
+        """What devices split it by, whatever the shape of the heads is; None: they do not."""
+        return None if self.axes[0] is None else plain_axis(self.axes[0])[0]
 
     @property
     def num_elements(self) -> int:
@@ -102,8 +119,7 @@ _NORMS_AFTER = {
 _NORM_OF_BLOCK = {"input_norm": "input_layernorm"}
 NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "gemma2": _NORMS_AROUND,
-        "gemma3_text": _NORMS_AROUND,
+        **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), _NORMS_AROUND),
         "glm4": {
             "input_norm": "input_layernorm",
             "attention_out_norm": "post_self_attn_layernorm",
@@ -127,12 +143,10 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
     vocab, hidden = config.vocab_size, config.hidden_size
     if config.is_first_stage:
         yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
-    dense, sparse = list(_llama_layer(config)), list(_llama_layer(config, has_experts=True))
-    late = list(_late_layer(config))
-    first = config.stage.first if config.stage else 0
-    for index in range(config.num_layers):
-        early = sparse if config.has_experts(index) else dense
-        for weight in early if index < config.num_early_layers else late:
+    late, first = list(_late_layer(config)), config.stage.first if config.stage else 0
+    layers = {parts: list(_llama_layer(config, parts)) for parts in set(config.parts)}
+    for index, parts in enumerate(config.parts):
+        for weight in layers[parts] if index < config.num_early_layers else late:
             source = f"model.layers.{first + index}.{weight.source}"
             yield weight._replace(name=f"layers.{index}.{weight.name}", source=source)
     yield from _swiftkv(config)
@@ -150,7 +164,7 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
 
 def _late_layer(config: ModelConfig) -> Iterator[Weight]:
     """A layer that computes logit rows alone, which are few in every mode: all devices split it."""
-    for weight in _llama_layer(config):
+    for weight in _llama_layer(config, LayerParts()):
         if weight.axes[0] != "kv_heads":
             source = weight.source.replace("q_proj", "q_proj_swiftkv")
             yield weight._replace(source=source, in_shift=weight.axes[0] is not None)
@@ -172,41 +186,51 @@ def _swiftkv(config: ModelConfig) -> Iterator[Weight]:
         yield weight._replace(source="", stacked=stacked, in_shift=True)
 
 
-def _llama_layer(config: ModelConfig, has_experts: bool = False) -> Iterator[Weight]:
-    hidden, head_dim = config.hidden_size, config.head_dim
+def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
+    hidden = config.hidden_size
     for name, source in NORMS.get(config.architecture, _NORMS_BEFORE).items():
         yield _norm(name, hidden, source)
+    num_kv_heads, head_dim = config.head_shapes[parts.heads]
     for name, axis, num_heads, has_bias in (
         ("q", "heads", config.num_heads, config.attention_bias),
-        ("k", "kv_heads", config.num_kv_heads, config.attention_bias),
-        ("v", "kv_heads", config.num_kv_heads, config.attention_bias),
+        ("k", "kv_heads", num_kv_heads, config.attention_bias),
+        ("v", "kv_heads", num_kv_heads, config.attention_bias),
         ("o", "heads", config.num_heads, config.output_bias),
     ):
+        if name in "kv"[parts.num_kv :]:
+            continue
         shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
-        matrix = Weight(f"attention.{name}", shape, (axis, None, None), source)
+        axes = of_shape(axis, parts.heads), None, None
+        matrix = Weight(f"attention.{name}", shape, axes, source)
         yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
-    if has_experts and config.experts is not None:
+    if parts.has_experts and config.experts is not None:
         names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)  # what is planned for alone
         yield from _moe(config.experts, hidden, names)
     else:
         source = "feed_forward" if config.architecture == "llama4_text" else "mlp"
-        yield from _mlp("mlp", (config.intermediate_size, hidden), source, config.mlp_bias)
+        width, axis = config.intermediate_size, "intermediate"
+        if parts.is_wide:
+            width, axis = 2 * width, "wide_intermediate"
+        yield from _mlp("mlp", (width, hidden), source, config.mlp_bias, axis)
     if config.qk_norm:
-        yield from _qk_norms(config)
+        norms = _qk_norms(config, head_dim)
+        yield from norms if parts.num_kv else itertools.islice(norms, 1)
+    if config.layer_scalars:
+        yield Weight("scalar", (1,), (None,), "layer_scalar", "bias")
     if config.attention_sinks:  # attention has its own heads in every mode, as SHIFT splits them
         shape, axes, source = (config.num_heads, 1), ("heads", None), "self_attn.sinks"
         yield Weight("attention.sinks", shape, axes, source, "bias", in_shift=True)
 
 
-def _qk_norms(config: ModelConfig) -> Iterator[Weight]:
+def _qk_norms(config: ModelConfig, head_dim: int) -> Iterator[Weight]:
     """The norms of queries and keys: one that all heads share, or weights of each head."""
     for name, axis, num_heads in (
         ("q", "heads", config.num_heads),
         ("k", "kv_heads", config.num_kv_heads),
     ):
-        norm = _norm(f"attention.{name}_norm", config.head_dim, f"self_attn.{name}_norm")
+        norm = _norm(f"attention.{name}_norm", head_dim, f"self_attn.{name}_norm")
         if config.wide_qk_norm or config.qk_norm_by_head:
-            norm = norm._replace(shape=(num_heads, config.head_dim), axes=(axis, None))
+            norm = norm._replace(shape=(num_heads, head_dim), axes=(axis, None))
         if config.qk_norm_by_head:
             norm = norm._replace(kind="head_norm")
         yield norm
@@ -448,14 +472,19 @@ def kv_scales_of(config: ModelConfig) -> tuple[Weight, ...]:
     checkpoint may have them or not, so they are none of `weights_of`.
     """
     first = config.stage.first if config.stage else 0
-    shape, axes = (config.num_kv_heads, 2), ("kv_heads", None)
-    scales = Weight("", shape, axes, "", "kv_scale", in_shift=True)
     return tuple(
-        scales._replace(
-            name=f"layers.{index}.attention.kv_scale",
+        Weight(
+            f"layers.{index}.attention.kv_scale",
+            (config.head_shapes[cache.heads][0], 2),
+            (of_shape("kv_heads", cache.heads), None),
+            "",
+            "kv_scale",
+            in_shift=True,
             stacked=tuple(f"model.layers.{first + index}.self_attn.{n}_scale" for n in "kv"),
         )
-        for index in range(config.num_layers)
+        for index, cache in sorted(
+            (each, cache) for cache in config.caches for each in cache.layers
+        )
     )
 
 

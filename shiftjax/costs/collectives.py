@@ -3,8 +3,10 @@
 A test counts the same in the compiled programs of the engine (tests/costs/test_costs_hlo.py).
 """
 
+from collections import Counter
 from typing import Literal, NamedTuple
 
+from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.expert_load import room_of_exchange
 from shiftjax.costs.memory import shard_bytes
@@ -40,19 +42,21 @@ def layer_collectives(
     activation_bytes: int,
     *,
     has_experts: bool = False,
+    has_kv: bool = True,
 ) -> list[Collective]:
     """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
 
     Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
-    all-to-all brings each device n tokens of its query heads and of what it caches. Another carries
-    the output, n of its heads. Norms of all heads sum two numbers a token over the devices that
-    split a weight. Experts want all tokens of a group on every device, and give sums of all of them
-    back.
+    all-to-all brings each device n tokens of its query heads and of what it caches, or of query
+    heads alone in layers without KV of their own. Another carries the output, n of its heads. Norms
+    of all heads sum two numbers a token over the devices that split a weight. Experts want all
+    tokens of a group on every device, and give sums of all of them back.
     """
     queries = layout.heads_per_device * layout.model.head_dim
     sums = num_tokens * queries * activation_bytes
     brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
+    brought = brought if has_kv else sums
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
     weights, tokens = strides(mode, layout.tp)
     moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
@@ -65,6 +69,14 @@ def layer_collectives(
         move_experts = exchange_of_experts if exchanges else gather_of_experts
         moves += move_experts(layout, mode, num_tokens, activation_bytes)
     return [move for move in moves if move.num_devices > 1]
+
+
+def parts_collectives(
+    layout: Layout, mode: Mode, num_tokens: int, parts: LayerParts, activation_bytes: int
+) -> list[Collective]:
+    """What a layer of these parts moves; see `layer_collectives`."""
+    own = layout.shapes[parts.heads], mode, num_tokens, activation_bytes
+    return layer_collectives(*own, has_experts=parts.has_experts, has_kv=parts.num_kv > 0)
 
 
 def gather_of_experts(
@@ -216,11 +228,12 @@ def step_collectives(
     layout: Layout, mode: Mode, num_tokens: int, num_rows: int, formats: Formats
 ) -> list[Collective]:
     """All collectives of a step, with those of every layer."""
-    activation_bytes = formats.activation_bytes
-    size, num_sparse = (layout, mode, num_tokens, activation_bytes), layout.model.num_expert_layers
+    activation_bytes, of_layers = formats.activation_bytes, []
+    for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
+        moves = parts_collectives(layout, mode, num_tokens, parts, activation_bytes)
+        of_layers += _times(moves, count)
     return [
-        *_times(layer_collectives(*size), layout.model.num_early_layers - num_sparse),
-        *_times(layer_collectives(*size, has_experts=True), num_sparse),
+        *of_layers,
         *weight_collectives(layout, mode, formats),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),

@@ -28,7 +28,7 @@ class Memory(NamedTuple):
 
 def kv_token_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of KV cache of a token on one device, all layers, replicas included."""
-    return layout.model.num_layers * layout.cache.num_bytes(formats)
+    return sum(len(each.layers) * each.spec.num_bytes(formats) for each in layout.caches)
 
 
 def temporary_bytes(
@@ -47,6 +47,8 @@ def temporary_bytes(
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
     late_kv = layout.model.num_late_layers * layout.cache.numbers
+    if layout.model.has_wide_sharers:
+        inner = max(inner, layout.wide_intermediate_size)
     gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
     if experts := layout.model.experts:
         most = max(num_tokens if layout.sp > 1 else 0, num_shift_tokens)

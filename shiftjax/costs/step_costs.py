@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shiftjax.arch.config import Experts
+from shiftjax.arch.config import Experts, LayerParts
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
@@ -49,7 +49,7 @@ from shiftjax.costs.collectives import (
     entry_collectives,
     gather_collectives,
     guess_collectives,
-    layer_collectives,
+    parts_collectives,
     row_collectives,
     weight_collectives,
 )
@@ -61,6 +61,8 @@ from shiftjax.costs.quantising import quantising
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
+
+_PLAIN = LayerParts()
 
 
 class StepCost(NamedTuple):
@@ -77,6 +79,11 @@ class StepCost(NamedTuple):
     def device(self) -> float:
         """Seconds that the devices are busy."""
         return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
+
+
+def _width(layout: Layout, parts: LayerParts) -> int:
+    """Return the width of a layer's MLP."""
+    return layout.wide_intermediate_size if parts.is_wide else layout.intermediate_size
 
 
 class CostModel:
@@ -107,11 +114,13 @@ class CostModel:
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
         self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
         late = model.num_early_layers
-        self._attention = self.kernels.attention(
-            layout.heads_per_device, model.head_dim, layout.cache
-        )
+        self._attention = [
+            self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
+            for each in layout.shapes
+        ]
         windows = [kind.sliding_window for kind in model.kinds]
-        self._early_windows, self._late_windows = Counter(windows[:late]), Counter(windows[late:])
+        seen = list(zip(windows, (parts.heads for parts in model.parts), strict=True))
+        self._early_seen, self._late_seen = Counter(seen[:late]), Counter(seen[late:])
 
     @property
     def stages(self) -> list["CostModel"]:
@@ -193,18 +202,20 @@ class CostModel:
 
         A late layer reads the context for a prompt's last row alone: as if every chunk had one.
         """
-        seconds = self._attention_of(self._early_windows, work, num_rows)
-        if self._late_windows:
+        seconds = self._attention_of(self._early_seen, work, num_rows)
+        if self._late_seen:
             context, rows = work.context_tokens + work.chunk_context_tokens, work.num_sequences
             late = work._replace(context_tokens=context, attention_pairs=0, num_decodes=rows)
-            seconds += self._attention_of(self._late_windows, late, num_rows)
+            seconds += self._attention_of(self._late_seen, late, num_rows)
         return StepCost(attention=seconds)
 
-    def _attention_of(self, windows: Mapping[int | None, int], work: Work, num_rows: int) -> float:
-        """Return seconds of attention; `windows` counts the layers of each sliding window."""
+    def _attention_of(
+        self, seen: Mapping[tuple[int | None, int], int], work: Work, num_rows: int
+    ) -> float:
+        """Return seconds of attention; `seen` counts layers by window and shape of heads."""
         return sum(
-            count * self._attention.seconds(work.within(window), num_rows)
-            for window, count in windows.items()
+            count * self._attention[heads].seconds(work.within(window), num_rows)
+            for (window, heads), count in seen.items()
         )
 
     def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
@@ -213,11 +224,11 @@ class CostModel:
         Of late layers, their keys and values.
         """
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
-        padded = round_up(num_tokens, mode.sp)
-        num_sparse = config.num_expert_layers
-        cost, num_kernels = self._layers_cost(mode, padded, config.num_early_layers - num_sparse)
-        sparse, more = self._layers_cost(mode, padded, num_sparse, has_experts=True)
-        cost, num_kernels = StepCost(*map(sum, zip(cost, sparse, strict=True))), num_kernels + more
+        padded, num_kernels, costs = round_up(num_tokens, mode.sp), 0, [StepCost()]
+        for parts, count in Counter(config.parts[: config.num_early_layers]).items():
+            cost, more = self._layers_cost(mode, padded, count, parts)
+            costs, num_kernels = [*costs, cost], num_kernels + more
+        cost = StepCost(*map(sum, zip(*costs, strict=True)))
         gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
         num_kernels += self.engine.kernels_per_step
         moves = entry_collectives(layout, mode, padded, width)
@@ -245,24 +256,23 @@ class CostModel:
         return each + (count - 1) * max(0.0, each - hidden)
 
     def _layers_cost(
-        self, mode: Mode, num_tokens: int, count: int, *, has_experts: bool = False
+        self, mode: Mode, num_tokens: int, count: int, parts: LayerParts = _PLAIN
     ) -> tuple[StepCost, int]:
         """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
         if not count:
             return StepCost(), 0
         local, width = num_tokens // mode.sp, self.formats.activation_bytes
-        products, num_products = self._layer_products(mode, local, num_tokens * has_experts)
-        moves = layer_collectives(self.layout, mode, num_tokens, width, has_experts=has_experts)
-        codes = quantising(
-            self.engine.quantising_kernels, self.layout, mode, num_tokens, self.formats
-        )
+        layout = self.layout.shapes[parts.heads]
+        products, num_products = self._layer_products(mode, local, num_tokens, parts)
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, width)
+        codes = quantising(self.engine.quantising_kernels, layout, mode, num_tokens, self.formats)
         kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         cost = StepCost(
             matmul=count * products,
             elementwise=count
             * (
-                self._elementwise_seconds(mode, num_tokens, has_experts)
+                self._elementwise_seconds(mode, num_tokens, parts)
                 + self.kernels.moved(codes.num_bytes)
             ),
             collectives=count * self._move(moves),
@@ -270,18 +280,20 @@ class CostModel:
         )
         return cost, count * kernels
 
-    def _layer_products(self, mode: Mode, rows: int, expert_tokens: int) -> tuple[float, int]:
+    def _layer_products(
+        self, mode: Mode, rows: int, expert_tokens: int, parts: LayerParts
+    ) -> tuple[float, int]:
         """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device.
 
         Of an MLP, or with experts of so many tokens.
         """
-        layout, config = self.layout, self.model
-        t = layout.ways(mode)
-        hidden, (heads, columns) = config.hidden_size, layout.attention_columns(mode)
+        layout, config = self.layout.shapes[parts.heads], self.model
+        t, hidden = layout.ways(mode), config.hidden_size
+        heads, columns = layout.attention_columns(mode, parts.num_kv)
         seconds = self.kernels.product(rows, hidden, columns)
         seconds += self.kernels.product(rows, heads, hidden)
-        if not expert_tokens or config.experts is None:
-            return seconds + self._mlp(rows, layout.intermediate_size // t), 4
+        if not (parts.has_experts and expert_tokens) or config.experts is None:
+            return seconds + self._mlp(rows, _width(layout, parts) // t), 4
         experts = config.experts
         seconds += self.kernels.product(expert_tokens, hidden, experts.num)
         load = self._load(experts, expert_tokens)
@@ -309,19 +321,20 @@ class CostModel:
         hidden, product = self.model.hidden_size, self.kernels.product
         return product(rows, hidden, 2 * intermediate) + product(rows, intermediate, hidden)
 
-    def _elementwise_seconds(self, mode: Mode, num_tokens: int, has_experts: bool) -> float:
+    def _elementwise_seconds(self, mode: Mode, num_tokens: int, parts: LayerParts) -> float:
         """Two norms with their residuals, rotary and cache write, activation; read and written."""
-        layout, config, experts = self.layout, self.model, self.model.experts
-        t, local = layout.ways(mode), num_tokens // mode.sp
-        queries, cached = layout.heads_per_device * config.head_dim, layout.cache.numbers
+        layout, config = self.layout.shapes[parts.heads], self.model
+        t, local, experts = layout.ways(mode), num_tokens // mode.sp, config.experts
+        queries = layout.heads_per_device * layout.model.head_dim
+        cached = layout.cache.numbers if parts.num_kv else 0
         numbers = local * 8 * config.hidden_size
-        if has_experts and experts is not None:
+        if parts.has_experts and experts is not None:
             pairs = self._load(experts, num_tokens).pairs
             sizes = experts.per_token, config.hidden_size, experts.intermediate_size
             numbers += expert_numbers(pairs, num_tokens, *sizes)
             numbers += local * 3 * layout.shared_intermediate_size // t
         else:
-            numbers += local * 3 * layout.intermediate_size // t
+            numbers += local * 3 * _width(layout, parts) // t
         numbers += 2 * num_tokens * (queries + cached)
         if mode.sp > 1:  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * queries + cached)

@@ -167,11 +167,20 @@ def widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
             f"{layout.model.name}'s {layout.model.num_heads} query heads: some would hold none"
         )
     for width in widths:
-        of_width = layout.of_width(width)
-        if of_width.base_kv_heads != unit.base_kv_heads:
+        times = set()
+        for of_width, of_unit in zip(layout.of_width(width).shapes, unit.shapes, strict=True):
+            times.add(of_unit.cache.numbers / of_width.cache.numbers)
+            if of_width.base_kv_heads != of_unit.base_kv_heads:
+                problems.append(
+                    f"fleet_widths: groups of {width} units would split {layout.model.name}'s "
+                    f"{of_unit.model.num_kv_heads} KV heads otherwise than a unit of tp = "
+                    f"{layout.tp}"
+                )
+        if len(times) > 1:
             problems.append(
-                f"fleet_widths: groups of {width} units would split {layout.model.name}'s "
-                f"{layout.model.num_kv_heads} KV heads otherwise than a unit of tp = {layout.tp}"
+                f"fleet_widths: a block of a group of {width} units would have different numbers "
+                f"of tokens in layers of {layout.model.name} whose KV heads differ: its groups may "
+                "be as wide as each shape of KV heads can be split without copies"
             )
     return problems
 
@@ -223,6 +232,11 @@ def stage_problems(pp: int, model: ModelConfig) -> list[str]:
         problems.append(
             f"pp = {pp} cannot be had with {model.name}: the late layers of SwiftKV need what the "
             "last early one gives, for all tokens"
+        )
+    if model.num_shared_kv_layers:
+        problems.append(
+            f"pp = {pp} cannot be had with {model.name}: its last {model.num_shared_kv_layers} "
+            "layers read the KV cache of earlier ones, which other stages would have"
         )
     return problems
 

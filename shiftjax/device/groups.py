@@ -24,6 +24,7 @@ from shiftjax.device.step import StepDef
 from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.models.attention_backend import AttentionBackend, AttentionNeeds, choose_attention
+from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.parallel.grid import Device, Group, Mode
@@ -90,9 +91,12 @@ def attention_of(
     dtypes = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
     has_drafts = deployment.drafts.speculation != "none"
     needs = AttentionNeeds(deployment.deterministic, has_drafts, deployment.attention)
-    shape = shape_of(layout, formats, size, deployment.buckets[-1], deployment.deterministic)
-    tries = None if check is None else partial(check, shape)
-    return choose_attention(layout, device, dtypes, size, needs, tries)
+    chosen = []
+    for own in layouts_by_heads(layout):
+        shape = shape_of(own, formats, size, deployment.buckets[-1], deployment.deterministic)
+        tries = None if check is None else partial(check, shape)
+        chosen.append(choose_attention(own, device, dtypes, size, needs, tries))
+    return by_heads(layout.model, chosen)
 
 
 def place(

@@ -43,9 +43,7 @@ def joined_weights(
     kinds: dict[Weight, list[list[Weight]]] = {}
     for weight in declared:
         # What several kernels of a layer read is an array: a slice of it would be a launch.
-        is_apart = (
-            weight.axes[0] in apart or weight.kind == "kv_scale" or weight.name.endswith(SINKS)
-        )
+        is_apart = weight.split in apart or weight.kind == "kv_scale" or weight.name.endswith(SINKS)
         name = weight.name if is_apart else _LAYER.sub("*", weight.name)
         kind = weight._replace(name=name, source="", stacked=())
         arrays = kinds.setdefault(kind, [[]])

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import Weight, family_of, weights_of
+from shiftjax.arch.weights import Weight, family_of, plain_axis, weights_of
 from shiftjax.device.joined import Joiner, Members
 from shiftjax.device.mesh import named, stored_spec
 from shiftjax.device.views import ALIGNMENT_BYTES
@@ -313,7 +313,9 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
     if weight.axes[0] == "experts":
         return _read_experts(source, weight, first, last)
     if weight.kind == "kv_scale":
-        return read_scale(source, weight.source, source.config.num_kv_heads)[first:last]
+        _, heads = plain_axis(weight.axes[0] or "")
+        num_kv_heads, _ = source.config.head_shapes[heads]
+        return read_scale(source, weight.source, num_kv_heads)[first:last]
     tail, per_row = weight.shape[1:], _rows_of_tensor(weight)
     info, name = source.tensors[weight.source], tensor_of(weight)
     rows = slice(first * per_row, last * per_row)
@@ -339,7 +341,7 @@ def tensor_of(weight: Weight) -> str:
 
 def _rows_of_tensor(weight: Weight) -> int:
     """How many rows of a checkpoint's tensor are one of the weight: a whole head's, or one."""
-    has_heads = weight.axes[0] in ("heads", "kv_heads") and weight.kind != "head_norm"
+    has_heads = weight.split in ("heads", "kv_heads") and weight.kind != "head_norm"
     return weight.shape[1] if has_heads else 1
 
 

@@ -1,4 +1,4 @@
-"""The device memory of the KV cache: each entry of `Layout.cache`, of all layers, in few arrays.
+"""The device memory of the KV cache: each entry of `Layout.caches`, of all layers, in few arrays.
 
 An array holds as many layers as 32 bits can count the elements of, one after the other: each is
 donated to every step and returned by it, which costs the host some microseconds (docs/gpu.md). On a
@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from shiftjax.arch.cache import Entry
+from shiftjax.arch.cache import Entry, LayerCache, layers_of_pools
 from shiftjax.device.joined import MOST_ELEMENTS
 from shiftjax.device.mesh import named, pool_spec
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_IN_FLIGHT
-from shiftjax.models.attention import BYTE, layers_of_pools
+from shiftjax.models.attention import BYTE
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.products import CODE
 from shiftjax.parallel.grid import Device
@@ -67,8 +67,8 @@ def abstract_pools(
     mesh: Mesh, layout: Layout, num_blocks: int, block_size: int, dtype: DTypeLike
 ) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Describe the pools: what compiling a step needs to know of them."""
-    num_layers, platform = layout.model.num_layers, mesh.devices.flat[0].platform
-    entries, sharding = layout.cache.entries, named(mesh, pool_spec())
+    caches, platform = layout.caches, mesh.devices.flat[0].platform
+    sharding = named(mesh, pool_spec())
 
     def describe(count: int, entry: Entry) -> jax.ShapeDtypeStruct:
         own = entry.dtype(np.dtype(dtype))
@@ -77,9 +77,13 @@ def abstract_pools(
         shape = count * num_blocks, layout.num_devices * entry.numbers * block_size
         return jax.ShapeDtypeStruct(shape, own, sharding=sharding)
 
-    most = num_blocks * block_size * max(entry.numbers for entry in entries)
-    counts = layers_of_pools(num_layers, num_pools(num_layers, most, platform))
-    return [tuple(describe(count, entry) for entry in entries) for count in counts]
+    widest = max(entry.numbers for cache in caches for entry in cache.spec.entries)
+    most = num_blocks * block_size * widest
+    num = sum(num_pools(len(cache.layers), most, platform) for cache in caches)
+    return [
+        tuple(describe(len(layers), entry) for entry in cache.spec.entries)
+        for cache, layers in layers_of_pools(caches, num)
+    ]
 
 
 def num_pools(num_layers: int, elements: int, platform: str) -> int:
@@ -89,20 +93,23 @@ def num_pools(num_layers: int, elements: int, platform: str) -> int:
     return -(-num_layers // max(1, MOST_ELEMENTS // elements))
 
 
-def read_blocks(pools: Pools, num_layers: int, blocks: Int[Array, "..."]) -> list[Array]:
+Caches = Sequence[LayerCache]  # of a model or of a layout
+
+
+def read_blocks(pools: Pools, caches: Caches, blocks: Int[Array, "..."]) -> list[Array]:
     """Return blocks of all layers, on one device: `[layers, *blocks, ...]` of each array of a pool.
 
     Of a pool as it is stored, or in the shape of a layout.
     """
     return [
         array.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        for pool, numbers in zip(pools, _in_pools(pools, num_layers, blocks), strict=True)
+        for pool, numbers in zip(pools, _in_pools(pools, caches, blocks), strict=True)
         for array in pool
     ]
 
 
 def write_blocks(
-    pools: Pools, num_layers: int, blocks: Int[Array, " blocks"], contents: Sequence[Array]
+    pools: Pools, caches: Caches, blocks: Int[Array, " blocks"], contents: Sequence[Array]
 ) -> Pools:
     """Return the pools with these contents in blocks, in place; they are as `read_blocks` has them.
 
@@ -114,7 +121,7 @@ def write_blocks(
         new = new.reshape(-1, *new.shape[2:])
         return rows.set(new, mode="promise_in_bounds", wrap_negative_indices=False)
 
-    numbers, given = _in_pools(pools, num_layers, blocks), iter(contents)
+    numbers, given = _in_pools(pools, caches, blocks), iter(contents)
     return [
         tuple(put(array, each, next(given)) for array in pool)
         for pool, each in zip(pools, numbers, strict=True)
@@ -122,11 +129,12 @@ def write_blocks(
 
 
 def _in_pools(
-    pools: Pools, num_layers: int, blocks: Int[Array, "..."]
+    pools: Pools, caches: Caches, blocks: Int[Array, "..."]
 ) -> list[Int[Array, "layers ..."]]:
     """Return the numbers that blocks have in each pool, where layers lie one after the other."""
     found = []
-    for count, pool in zip(layers_of_pools(num_layers, len(pools)), pools, strict=True):
+    for (_, layers), pool in zip(layers_of_pools(caches, len(pools)), pools, strict=True):
+        count = len(layers)
         first = np.arange(count, dtype=np.int32) * (pool[0].shape[0] // count)
         found.append(first.reshape(-1, *[1] * blocks.ndim) + blocks[None])
     return found
@@ -138,7 +146,11 @@ def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> Pools:
     def shape(array: Array, entry: Entry) -> Array:
         return array.reshape(entry.pool_shape(len(array), block_size))
 
-    return [tuple(map(shape, pool, layout.cache.entries)) for pool in pools]
+    held = layers_of_pools(layout.caches, len(pools))
+    return [
+        tuple(map(shape, pool, cache.spec.entries))
+        for pool, (cache, _) in zip(pools, held, strict=True)
+    ]
 
 
 def as_stored(pools: Pools) -> FlatPools:
@@ -227,7 +239,7 @@ def _assemble(buffers: Sequence[FlatPools], mesh: Mesh) -> FlatPools:
     return jax.tree.map(array, *buffers)
 
 
-def copy_blocks(pools: Pools, copies: Int[Array, "copies 2"], num_layers: int) -> Pools:
+def copy_blocks(pools: Pools, copies: Int[Array, "copies 2"], caches: Caches) -> Pools:
     """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
 
     Pairs with the null block are padding and come last. As many turns of a loop as there are
@@ -236,6 +248,6 @@ def copy_blocks(pools: Pools, copies: Int[Array, "copies 2"], num_layers: int) -
 
     def copy(i: Int[Array, ""], pools: Pools) -> Pools:
         old, new = copies[i, :1], copies[i, 1:]
-        return write_blocks(pools, num_layers, new, read_blocks(pools, num_layers, old))
+        return write_blocks(pools, caches, new, read_blocks(pools, caches, old))
 
     return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)

@@ -35,7 +35,7 @@ from shiftjax.device.place import ModelDef
 from shiftjax.device.pool import as_stored, in_shape
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs, VocabSplit
-from shiftjax.models.attention import AttentionMetadata, LayerPool, RowMetadata
+from shiftjax.models.attention import AttentionMetadata, ModelPools, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
@@ -226,7 +226,7 @@ class StepDef:
         mode: Mode,
         inputs: StepInputs,
         params: tuple[jax.Array, ...],
-        pools: list[LayerPool],
+        pools: ModelPools,
         last_tokens: Int[Array, " max_rows"],
         tables: RowMasks,
         *given: Float[Array, "tokens_sp hidden_tp"],
@@ -250,10 +250,10 @@ class StepDef:
         inputs: StepInputs,
         ids: Int[Array, " tokens"],
         hidden: Float[Array, "tokens_sp hidden"],
-        pools: list[LayerPool],
+        pools: ModelPools,
         tables: RowMasks,
         context: Context,
-    ) -> tuple[list[LayerPool], Int[Array, " max_rows"], StepResult]:
+    ) -> tuple[ModelPools, Int[Array, " max_rows"], StepResult]:
         """What the last layer's hidden states come to: pools, sampled tokens, results."""
         parallel = context.parallel
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)

@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from shiftjax.arch.cache import CacheSpec, Entry
+from shiftjax.arch.cache import Entry, LayerCache, layers_of_pools
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import exchange_mesh, exchange_spec, named, replicated_spec
 from shiftjax.device.pool import (
@@ -54,19 +54,17 @@ NO_OPTIONS: Options = MappingProxyType({})
 class Shapes(NamedTuple):
     """How a block of a device looks in a narrow and in a wide layout of the same bytes."""
 
-    narrow: CacheSpec
-    wide: CacheSpec
+    narrow: tuple[LayerCache, ...]
+    wide: tuple[LayerCache, ...]
     narrow_tokens: int
     wide_tokens: int
     ways: int  # devices that exchange, narrow groups in the wide one
-    num_layers: int
 
     @classmethod
     def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
         """From the layouts and the tokens of a narrow block."""
         tokens = narrow_tokens, wide.block_tokens(narrow_tokens, narrow)
-        sizes = wide.sp // narrow.sp, narrow.model.num_layers
-        return cls(narrow.cache, wide.cache, *tokens, *sizes)
+        return cls(narrow.caches, wide.caches, *tokens, wide.sp // narrow.sp)
 
     @property
     def blocks(self) -> int:
@@ -74,20 +72,27 @@ class Shapes(NamedTuple):
         return self.wide_tokens // self.narrow_tokens
 
     def exchanged(
-        self, kept: Sequence[Array], exchange: Callable[[Array, Entry, Entry], Array]
+        self,
+        kept: Sequence[Array],
+        num_pools: int,
+        exchange: Callable[[Array, Entry, Entry], Array],
     ) -> list[Array]:
         """Return what `exchange` makes of the arrays of `read_blocks`: of those alike in one call.
 
         It is given these one after the other, and their entry in the narrow and the wide layout.
         """
-        made, entries = list(kept), list(zip(self.narrow.entries, self.wide.entries, strict=True))
-        for alike in self.narrow.alike:
-            places = [i for i in range(len(kept)) if i % len(entries) in alike]
-            some = [kept[i] for i in places]
-            got = exchange(jnp.concatenate(some), *entries[alike[0]])
-            ends = list(itertools.accumulate(map(len, some[:-1])))
-            for i, part in zip(places, jnp.split(got, ends), strict=True):
-                made[i] = part
+        made, held = list(kept), [c for c, _ in layers_of_pools(self.narrow, num_pools)]
+        owners = [(cache.heads, i) for cache in held for i, _ in enumerate(cache.spec.entries)]
+        for narrow, wide in zip(self.narrow, self.wide, strict=True):
+            for alike in narrow.spec.alike:
+                wanted = [(narrow.heads, each) for each in alike]
+                places = [i for i, owner in enumerate(owners) if owner in wanted]
+                some = [kept[i] for i in places]
+                entries = (cache.spec.entries[alike[0]] for cache in (narrow, wide))
+                got = exchange(jnp.concatenate(some), *entries)
+                ends = list(itertools.accumulate(map(len, some[:-1])))
+                for i, part in zip(places, jnp.split(got, ends), strict=True):
+                    made[i] = part
         return made
 
 
@@ -110,9 +115,9 @@ def widen(
         got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its per_call
         return got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)
 
-    kept = read_blocks(pools, shapes.num_layers, sources[me])
-    made = shapes.exchanged(kept, exchange)
-    return write_blocks(pools, shapes.num_layers, targets.reshape(-1), made)
+    kept = read_blocks(pools, shapes.narrow, sources[me])
+    made = shapes.exchanged(kept, len(pools), exchange)
+    return write_blocks(pools, shapes.narrow, targets.reshape(-1), made)
 
 
 def narrow(
@@ -132,8 +137,8 @@ def narrow(
         got = got[:: ways // parts].reshape(shape).transpose(1, 2, 3, 0, 4, 5)
         return got.reshape(num, per_call * shapes.blocks, -1)
 
-    made = shapes.exchanged(read_blocks(pools, shapes.num_layers, sources), exchange)
-    return write_blocks(pools, shapes.num_layers, targets[me].reshape(-1), made)
+    made = shapes.exchanged(read_blocks(pools, shapes.narrow, sources), len(pools), exchange)
+    return write_blocks(pools, shapes.narrow, targets[me].reshape(-1), made)
 
 
 type Call = Callable[..., FlatPools]  # pools, numbers of blocks -> pools
@@ -220,8 +225,8 @@ def compile_copies(
     per_call = blocks_per_call(pool.num_blocks, 1)
 
     def copies(pools: FlatPools, numbers: Int[Array, "per_call 2"]) -> FlatPools:
-        kept = read_blocks(pools, layout.model.num_layers, numbers[:, 0])
-        return write_blocks(pools, layout.model.num_layers, numbers[:, 1], kept)
+        kept = read_blocks(pools, layout.caches, numbers[:, 0])
+        return write_blocks(pools, layout.caches, numbers[:, 1], kept)
 
     return Copies(
         per_call, _compiled(in_turns(copies), abstract, mesh, options, (MOST_CALLS, per_call, 2))

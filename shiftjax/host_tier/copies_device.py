@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from shiftjax.arch.cache import LayerCache, layers_of_pools
 from shiftjax.device.mesh import extent_spec, named, pool_spec, replicated_spec
 from shiftjax.device.pool import (
     FlatPools,
@@ -31,12 +32,33 @@ from shiftjax.device.pool import (
     write_blocks,
 )
 from shiftjax.host_tier.extents import EXTENT_SIZES
-from shiftjax.host_tier.store_device import Extents, Part, piece, shards_of
-from shiftjax.models.attention import layers_of_pools
+from shiftjax.host_tier.store_device import Alike, Extents, Part, piece, shards_of
 from shiftjax.parallel.layout import Layout
 
 COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
 Extent = list[jax.Array]  # an array for each set of entries that look alike
+
+
+class _Set(NamedTuple):
+    """Entries that look alike, of a stage: an array of each extent."""
+
+    alike: Alike
+    layers: range  # of those of the model that have them
+    rows: list[tuple[int, ...]]  # of each device
+    num_rows: int  # of the model
+
+
+def _sets_of(layout: Layout) -> list[_Set]:
+    """Return the sets of entries, in the order of an extent's arrays."""
+    sets, places = [], range(layout.num_devices)
+    for cache in layout.model.caches:
+        own = layout.shapes[cache.heads]
+        layers = range(cache.first, cache.first + len(cache.layers))
+        for alike in cache.spec.alike:
+            entry = cache.spec.entries[alike[0]]
+            rows = [own.cached_rows(entry, place) for place in places]
+            sets.append(_Set(Alike(cache.heads, alike), layers, rows, entry.rows))
+    return sets
 
 
 class HostTier:
@@ -50,14 +72,7 @@ class HostTier:
         self._devices = list(mesh.devices.flat)
         self._device = named(mesh, extent_spec())
         self._host = self._device.with_memory_kind("pinned_host")
-        stage, model = layout.model.stage, layout.model
-        first = stage.first if stage else 0
-        self._layers = range(first, first + model.num_layers)
-        self._entries, places = model.cache.entries, range(layout.num_devices)
-        self._rows = {  # of each device, by the entries that look alike
-            alike: [layout.cached_rows(self._entries[alike[0]], place) for place in places]
-            for alike in model.cache.alike
-        }
+        self._sets = _sets_of(layout)
         self._gathers, self._scatters = compile_transfers(mesh, layout, pool)
 
     def try_out(self, pools: FlatPools) -> FlatPools:
@@ -77,8 +92,8 @@ class HostTier:
         self._make_room(len(blocks))
         extent = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
         on_host = [jax.device_put(array, self._host) for array in extent]
-        for (alike, rows), array in zip(self._rows.items(), on_host, strict=True):
-            part = Part(array, alike, self._layers, sum(rows, ()))
+        for own, array in zip(self._sets, on_host, strict=True):
+            part = Part(array, own.alike, own.layers, sum(own.rows, ()))
             self._extents.setdefault(number, []).append(part)
         self._follow(on_host, len(blocks))
 
@@ -110,20 +125,19 @@ class HostTier:
     def _fetch(self, parts: Sequence[Part]) -> Extent:
         """Start to copy an extent to the devices of this stage: its layers and rows."""
         return [
-            self._fetch_alike(alike, [part for part in parts if part.entries == alike])
-            for alike in self._rows
+            self._fetch_alike(own, [part for part in parts if part.entries == own.alike])
+            for own in self._sets
         ]
 
-    def _fetch_alike(self, alike: tuple[int, ...], parts: Sequence[Part]) -> jax.Array:
+    def _fetch_alike(self, own: _Set, parts: Sequence[Part]) -> jax.Array:
         for part in parts:
-            if part.array.sharding == self._host and part.layers == self._layers:
+            if part.array.sharding == self._host and part.layers == own.layers:
                 return jax.device_put(part.array, self._device)
-        shards, num_rows = shards_of(parts), self._entries[alike[0]].rows
-        wanted = self._rows[alike]
-        made = COPIERS.map(lambda rows: piece(shards, self._layers, rows, num_rows), wanted)
+        shards = shards_of(parts)
+        made = COPIERS.map(lambda rows: piece(shards, own.layers, rows, own.num_rows), own.rows)
         pieces = list(made)
         num, _, *size = pieces[0].shape
-        shape = num, sum(map(len, wanted)), *size
+        shape = num, sum(map(len, own.rows)), *size
         make: Any = jax.make_array_from_single_device_arrays
         on_devices = jax.device_put(pieces, self._devices)
         return make(shape, self._device, on_devices)
@@ -185,29 +199,36 @@ def compile_transfers(mesh: Mesh, layout: Layout, pool: PoolOptions) -> tuple[Pr
 
 def _gather_blocks(layout: Layout, block_size: int, pools: FlatPools, blocks: jax.Array) -> Extent:
     """On one device: blocks of all layers, each `[layers * entries, rows, tokens, width]`."""
-    shaped = in_shape(pools, layout, block_size)
-    kept = read_blocks(shaped, layout.model.num_layers, blocks)
-    by_pool = list(itertools.batched(kept, len(layout.cache.entries)))
+    caches = layout.caches
+    given = iter(read_blocks(in_shape(pools, layout, block_size), caches, blocks))
+    kept: dict[LayerCache, list[list[jax.Array]]] = {}  # by entry, of each pool
+    for cache, _ in layers_of_pools(caches, len(pools)):
+        kept.setdefault(cache, []).append([next(given) for _ in cache.spec.entries])
 
-    def array(alike: tuple[int, ...]) -> jax.Array:
+    def array(by_pool: list[list[jax.Array]], alike: tuple[int, ...]) -> jax.Array:
         some = [jnp.stack([pool[i] for i in alike], axis=1) for pool in by_pool]
         extent = jnp.concatenate([x.reshape(-1, *x.shape[2:]) for x in some]).swapaxes(1, 2)
         num, rows, *_, width = extent.shape
         return extent.reshape(num, rows, -1, width)
 
-    return [array(alike) for alike in layout.cache.alike]
+    return [array(kept[cache], alike) for cache in caches for alike in cache.spec.alike]
 
 
 def _scatter_blocks(
     layout: Layout, pools: FlatPools, extent: Extent, blocks: jax.Array
 ) -> tuple[FlatPools, jax.Array]:
     """On one device: the pools with an extent in these blocks, and a number that is there then."""
-    num_layers, by_entry = layout.model.num_layers, {}
-    ends = list(itertools.accumulate(layers_of_pools(num_layers, len(pools))))
-    for alike, array in zip(layout.cache.alike, extent, strict=True):
-        num, rows, _, width = array.shape
-        by_block = array.reshape(num, rows, len(blocks), -1, width).swapaxes(1, 2)
-        by_pool = jnp.split(by_block.reshape(num_layers, len(alike), len(blocks), -1), ends[:-1])
-        by_entry |= {place: [x[:, i] for x in by_pool] for i, place in enumerate(alike)}
-    each = [by_entry[place][i] for i in range(len(pools)) for place in sorted(by_entry)]
-    return write_blocks(pools, num_layers, blocks, each), blocks[0]
+    arrays, held = iter(extent), layers_of_pools(layout.caches, len(pools))
+    each: list[jax.Array] = []
+    for cache in layout.caches:
+        by_entry: dict[int, list[jax.Array]] = {}
+        ends = list(itertools.accumulate(len(layers) for own, layers in held if own == cache))
+        for alike in cache.spec.alike:
+            array = next(arrays)
+            num, rows, _, width = array.shape
+            by_block = array.reshape(num, rows, len(blocks), -1, width).swapaxes(1, 2)
+            shape = len(cache.layers), len(alike), len(blocks), -1
+            by_pool = jnp.split(by_block.reshape(shape), ends[:-1])
+            by_entry |= {place: [x[:, i] for x in by_pool] for i, place in enumerate(alike)}
+        each += [by_entry[place][i] for i in range(len(ends)) for place in sorted(by_entry)]
+    return write_blocks(pools, layout.caches, blocks, each), blocks[0]

@@ -2,7 +2,8 @@
 
 An array of an extent is row-major: `[layers * entries, rows, blocks * block_size, width]` (Seesaw,
 arXiv 2503.06433); its entries are those that look alike (`CacheSpec.alike`), one after the other
-for each layer. Each stage of its writer has a part: its layers, their rows, split over its devices.
+for each layer. Layers whose heads have another shape have arrays of their own. Each stage of its
+writer has a part: its layers, their rows, split over its devices.
 So what another split of layers or rows needs is found by addressing, and copied in runs of all
 tokens of a row; of keys and values these are heads:
 
@@ -19,12 +20,19 @@ import jax
 import numpy as np
 
 
+class Alike(NamedTuple):
+    """Entries that look alike, of the layers that have them."""
+
+    heads: int  # of these layers (`ModelConfig.head_shapes`)
+    places: tuple[int, ...]  # in the spec of such a layer
+
+
 class Part(NamedTuple):
     """What one stage of the writer has of some entries of an extent, in `pinned_host` memory."""
 
     array: jax.Array  # [layers * entries, rows of all devices, tokens, width]
-    entries: tuple[int, ...]  # their places in the spec
-    layers: range  # of the model
+    entries: Alike
+    layers: range  # of those of the model that have such entries
     rows: tuple[int, ...]  # of the entries, in the order of devices, which may hold the same ones
 
 

@@ -11,6 +11,7 @@ which activations' formats hold exactly, and the scales are applied to scores an
 the kernels do. A CPU moves no fp8 but in float16, all of a pool: there pools are bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 
+from shiftjax.arch.cache import LayerCache, layers_of_pools
 from shiftjax.models.attention_work import (
     CPU_SIZES,
     AttentionWork,
@@ -45,6 +47,8 @@ LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) i
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
 LayerPool = tuple[Blocks, ...]  # K and V of one layer, or of several, one after the other
+# Those of a model: heads of layers may differ, and so may the shapes of pools.
+ModelPools = list[tuple[Float[Array, "_ _ _ _"] | UInt8[Array, "_ _ _ _"], ...]]
 KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
 
 
@@ -76,19 +80,15 @@ class PoolPlace:
         return self.layer * jnp.int32(self.blocks(pool))
 
 
-def layers_of_pools(num_layers: int, num_pools: int) -> list[int]:
-    """Return how many layers each pool holds, where there are so many pools at most."""
-    each = -(-num_layers // num_pools)
-    return [min(each, num_layers - first) for first in range(0, num_layers, each)]
-
-
-def pool_places(num_layers: int, num_pools: int) -> list[tuple[int, PoolPlace | None]]:
+def pool_places(
+    caches: Sequence[LayerCache], num_pools: int
+) -> dict[int, tuple[int, PoolPlace | None]]:
     """Return for each layer its pool and its place there; None where it has a pool alone."""
-    return [
-        (nth, PoolPlace(np.int32(layer), size) if size > 1 else None)
-        for nth, size in enumerate(layers_of_pools(num_layers, num_pools))
-        for layer in range(size)
-    ]
+    return {
+        layer: (nth, PoolPlace(np.int32(place), len(layers)) if len(layers) > 1 else None)
+        for nth, (_, layers) in enumerate(layers_of_pools(caches, num_pools))
+        for place, layer in enumerate(layers)
+    }
 
 
 @jax.tree_util.register_dataclass
@@ -96,7 +96,7 @@ def pool_places(num_layers: int, num_pools: int) -> list[tuple[int, PoolPlace | 
 class LayerTerms:
     """What attention must know of a layer besides its keys and values."""
 
-    # which of `ModelConfig.windows`, and of the works of a step
+    # which of `ModelConfig.attentions`, and of the works of a step
     window: int = field(default=0, metadata={"static": True})
     # what codes are in units of; None: pools are no codes, or in units of 1
     kv_scales: Float[Any, "2 kv_heads"] | None = None

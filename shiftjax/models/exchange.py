@@ -59,6 +59,10 @@ class Parallel:
     layout: Layout
     mode: Mode
 
+    def of_heads(self, heads: int) -> "Parallel":
+        """The same for layers with such heads (`ModelConfig.head_shapes`)."""
+        return self if heads == 0 else Parallel(self.layout.shapes[heads], self.mode)
+
     @property
     def splits_tokens(self) -> bool:
         """Whether activations are split over `sp`."""
@@ -138,9 +142,10 @@ class Parallel:
         KV heads that several devices replicate arrive several times; one of each is kept.
         """
         gathered = _gather_codes(shard) if shard.dtype.itemsize == 1 else _gather(shard)
+        layout, axis = self.layout.of_axis(axis)
         if axis != "kv_heads":
             return gathered
-        order, count = self.layout.kv_gather_order(self.mode), gathered.shape[0]
+        order, count = layout.kv_gather_order(self.mode), gathered.shape[0]
         if order.shape[1] == count and (order == np.arange(count)).all():
             return gathered
         return gathered[jnp.asarray(order)[jax.lax.axis_index(WEIGHT_AXES)]]
@@ -194,6 +199,14 @@ class Parallel:
         got = got.reshape(-1, *got.shape[2:])
         h = self.layout.heads_per_device
         return got[:, :h], got[:, h : h + m], got[:, h + m :]
+
+    def scatter_queries(self, q: AllHeads) -> OwnHeads:
+        """Exchange tokens for heads of queries alone, where keys and values are in the cache."""
+        if not self.splits_tokens:
+            return q
+        send = q.reshape(q.shape[0], self.mode.sp, -1, q.shape[-1]).swapaxes(0, 1)
+        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
+        return got.reshape(-1, *got.shape[2:])
 
     def gather_heads(self, out: OwnHeads) -> AllHeads:
         """Exchange heads for tokens; in SHIFT this is the identity."""

@@ -100,7 +100,7 @@ def choose_experts(
     Warns of loops beside kernels.
     """
     shape = expert_shape(model, formats)
-    if shape is None or attention != "pallas":
+    if shape is None or "pallas" not in attention:
         return XLA_EXPERTS._replace(reason=f"attention runs as {attention}")
     reason = why_not_traced(shape)
     if reason is None:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shiftjax.arch.config import ModelConfig, RopeScaling
-from shiftjax.arch.rotary import rope_frequencies, rotary_dim
+from shiftjax.arch.config import ModelConfig, RopeKind
+from shiftjax.arch.rotary import rope_frequencies
 from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
@@ -115,19 +115,14 @@ def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
 
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:
     """Return cosine and sine of every token's rotary angles, float32, for each of `ropes`."""
-    tables = (_rope_table(positions, config, *rope) for rope in config.ropes)
+    tables = (_rope_table(positions, config, rope) for rope in config.ropes)
     # The barrier keeps XLA from recomputing sines inside every layer that uses them.
     return jax.lax.optimization_barrier(tuple(tables))
 
 
-def _rope_table(
-    positions: Int[Array, " tokens"],
-    config: ModelConfig,
-    theta: float,
-    scaling: RopeScaling | None,
-) -> Rope:
-    longest = config.max_position_embeddings
-    frequencies = rope_frequencies(theta, scaling, rotary_dim(config), longest)
+def _rope_table(positions: Int[Array, " tokens"], config: ModelConfig, rope: RopeKind) -> Rope:
+    longest, scaling = config.max_position_embeddings, rope.scaling
+    frequencies = rope_frequencies(*rope, longest)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
     gain = 1.0 if scaling is None else scaling.attention_factor
     return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles), _query_gain(positions, config))

@@ -22,6 +22,7 @@ from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     LayerTerms,
+    ModelPools,
     PoolPlace,
     pool_places,
     soft_cap,
@@ -97,12 +98,14 @@ class Attention(Part):
     def __init__(self, config: ModelConfig, params: Params, kind: LayerKind):
         super().__init__(config, params)
         self.kind = kind
+        shapes = config.head_shapes
+        self.heads = shapes.index(kind.heads) if kind.heads else 0
 
     def terms(self, place: PoolPlace | None) -> LayerTerms:
         """What attention must know of this layer, whose part of a pool is at `place`."""
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
-            self.config.windows.index(self.kind.sliding_window),
+            self.config.attentions.index((self.kind.sliding_window, self.heads)),
             None if scales is None else scales[...].T,
             None if sinks is None else sinks[...][:, 0],
             place,
@@ -113,7 +116,8 @@ class Attention(Part):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place = context
-        q, k, v = (self._heads(x, name) for name in ("q", "k", "v"))
+        q, k = self._heads(x, "q"), self._heads(x, "k")
+        v = k if self.kind.keys_are_values else self._heads(x, "v")
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, parallel)
         elif self.config.qk_norm:
@@ -122,6 +126,9 @@ class Attention(Part):
         q, k = self._grown(self._rotated(q, context), context), self._rotated(k, context)
         if self.config.qk_unit_norm and self.kind.has_rope:
             q, k = (unit_norm(x, self.config.rms_norm_eps) for x in (q, k))
+        if self.config.value_unit_norm:
+            v = unit_norm(v, self.config.rms_norm_eps)
+        parallel = parallel.of_heads(self.heads)
         q, k, v = parallel.scatter_heads(q, k, v)
         terms = self.terms(place)
         pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
@@ -147,8 +154,7 @@ class Attention(Part):
         return apply_rope(x, self._rope(context), interleaved=config.rope_interleaved)
 
     def _rope(self, context: Context) -> Rope:
-        config, kind = self.config, self.kind
-        return context.ropes[config.ropes.index((kind.rope_theta, kind.rope_scaling))]
+        return context.ropes[self.config.ropes.index(self.config.rope_of(self.kind))]
 
     def _grown(
         self, q: Float[Array, "tokens heads head_dim"], context: Context
@@ -192,6 +198,23 @@ class Attention(Part):
         return out + self.o_bias[...][None] if self.config.output_bias else out
 
 
+class SharingAttention(Attention):
+    """Attention over the keys and values of an earlier layer."""
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+        """Return the (reduced) output and the pool as it is."""
+        _, metadata, backend, parallel, _, place = context
+        q = self._heads(x, "q")
+        if self.config.qk_norm:
+            q = norm(q, self.q_norm[...], self.config)
+        parallel = parallel.of_heads(self.heads)
+        q = parallel.scatter_queries(self._rotated(q, context))
+        out = backend.attend(q, pool, metadata, self.terms(place))
+        return self._output(parallel.gather_heads(out), parallel), pool
+
+
 class LateAttention(Attention):
     """Attention of logit rows, in SHIFT, over keys and values that are written already."""
 
@@ -219,11 +242,11 @@ class SwiftKV(Part):
     def __call__(
         self,
         hidden: Float[Array, "tokens hidden"],
-        pools: list[LayerPool],
+        pools: ModelPools,
         late: list[tuple[int, LayerTerms]],
         rope: Rope,
         context: Context,
-    ) -> list[LayerPool]:
+    ) -> ModelPools:
         """Return the pools with the keys and values of all tokens written for the late layers.
 
         `late` says which pool each of them has a part of, and its terms. One product, whose columns
@@ -337,11 +360,13 @@ class MoE(Part):
 class DecoderLayer(nnx.Module):
     """Attention and MLP, each beside a residual, with norms before, after or around them."""
 
+    scalar: nnx.Param  # with layer_scalars
+
     def __init__(
         self, config: ModelConfig, params: Params, attention: type[Attention], kind: LayerKind
     ):
         self.config = config
-        for name in LAYER_NORMS:
+        for name in (*LAYER_NORMS, "scalar"):
             if name in params:
                 setattr(self, name, params[name])
         self.attention = attention(config, params["attention"], kind)
@@ -357,7 +382,8 @@ class DecoderLayer(nnx.Module):
         if not config.parallel_block:
             normed = self._normed(x, "mlp_norm")
         out = self._normed(self.mlp(normed, context), "mlp_out_norm")
-        return x + scaled(out, config.residual_scale), pool
+        x = x + scaled(out, config.residual_scale)
+        return x * self.scalar[...][None] if config.layer_scalars else x, pool
 
     def _normed(self, x: Float[Array, "tokens hidden"], name: str) -> Float[Array, "tokens hidden"]:
         """Apply one of the layer's norms; as it is where it has none of this name."""
@@ -416,7 +442,10 @@ class Llama(nnx.Module):
                 self.score = params["score"]
             else:
                 self.lm_head = params["lm_head"]
-        attentions = [Attention] * early + [LateAttention] * config.num_late_layers
+        attentions: list[type[Attention]] = [
+            Attention if parts.num_kv else SharingAttention for parts in config.parts[:early]
+        ]
+        attentions += [LateAttention] * config.num_late_layers
         of_layers = enumerate(zip(attentions, config.kinds, strict=True))
         self.layers = nnx.List(
             [DecoderLayer(config, layers[str(index)], *each) for index, each in of_layers]
@@ -444,8 +473,8 @@ class Llama(nnx.Module):
         return parallel.reduce(look_up(self.embed[...], own, WEIGHT_AXES))
 
     def __call__(
-        self, token_ids: Int[Array, " all_tokens"], pools: list[LayerPool], context: Context
-    ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
+        self, token_ids: Int[Array, " all_tokens"], pools: ModelPools, context: Context
+    ) -> tuple[list[Float[Array, "tokens hidden"]], ModelPools]:
         """Return the hidden states after the embedding and each early layer, and the pools.
 
         `token_ids` are those of the step, hidden states of this device's tokens
@@ -456,14 +485,15 @@ class Llama(nnx.Module):
         return self.run_layers(self.embed_tokens(token_ids, context.parallel), pools, context)
 
     def run_layers(
-        self, embedded: Float[Array, "tokens hidden"], pools: list[LayerPool], context: Context
-    ) -> tuple[list[Float[Array, "tokens hidden"]], list[LayerPool]]:
+        self, embedded: Float[Array, "tokens hidden"], pools: ModelPools, context: Context
+    ) -> tuple[list[Float[Array, "tokens hidden"]], ModelPools]:
         """Run the layers on hidden states: those of the embedding, or of the previous stage."""
         hidden, pools, run = [embedded], list(pools), _traced_once(context)
         early = self.layers[: self.config.num_early_layers]
-        places = pool_places(self.config.num_layers, len(pools))[: len(early)]
+        places = pool_places(self.config.caches, len(pools))
         layers = whole_layers(early, hidden, context.parallel)
-        for layer, (nth, place) in zip(layers, places, strict=True):
+        for index, layer in enumerate(layers):
+            nth, place = places[self.config.cached_by[index]]
             out, pools[nth] = run(layer, hidden[-1], pools[nth], place)
             hidden.append(out)
         return hidden, pools
@@ -472,9 +502,9 @@ class Llama(nnx.Module):
         self,
         hidden: Float[Array, "tokens hidden"],
         rows: LogitRows,
-        pools: list[LayerPool],
+        pools: ModelPools,
         context: Context,
-    ) -> tuple[Float[Array, "rows hidden"], list[LayerPool]]:
+    ) -> tuple[Float[Array, "rows hidden"], ModelPools]:
         """Return the rows after the last layer, on every device, and the written pools.
 
         `hidden` is what the last early layer gave. Late layers write the keys and values of all
@@ -485,8 +515,8 @@ class Llama(nnx.Module):
         config, early = self.config, self.config.num_early_layers
         hidden = context.parallel.gather_tokens(hidden)
         (rope,) = rope_tables(rows.positions, config)  # SwiftKV's layers are of one kind
-        places = pool_places(config.num_layers, len(pools))[early:]
-        late = list(zip(self.layers[early:], places, strict=True))
+        places = pool_places(config.caches, len(pools))
+        late = [(self.layers[i], places[i]) for i in range(early, config.num_layers)]
         own = [(nth, layer.attention.terms(place)) for layer, (nth, place) in late]
         pools = self.swiftkv(hidden, pools, own, rope, context)
         metadata = context.metadata._replace(work=rows.late.work)

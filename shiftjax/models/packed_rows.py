@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, ModelPools
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.bert import PerToken
 from shiftjax.models.exchange import Parallel
@@ -73,8 +73,11 @@ def packed_attention(
     return AttentionBackend("packed", unused, unused, attend, unused, write)
 
 
-def _no_pools(model: Llama, num_tokens: int) -> list[LayerPool]:
+def _no_pools(model: Llama, num_tokens: int) -> ModelPools:
     """Return placeholder KV pools of zeros, one per layer: `write` replaces them unread."""
     config, dtype = model.config, model.embed[...].dtype
-    shapes = (entry.pool_shape(num_tokens, 1) for entry in config.cache.entries)
-    return [tuple(jnp.zeros(shape, dtype) for shape in shapes)] * config.num_layers
+    return [
+        tuple(jnp.zeros(entry.pool_shape(num_tokens, 1), dtype) for entry in cache.spec.entries)
+        for cache in config.caches
+        for _ in cache.layers
+    ]

@@ -9,13 +9,14 @@ from functools import cached_property
 
 import numpy as np
 
-from shiftjax.arch.cache import CacheSpec, Entry
+from shiftjax.arch.cache import CacheSpec, Entry, LayerCache
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.weights import Weight
+from shiftjax.arch.weights import Weight, plain_axis
 from shiftjax.parallel.grid import Group, Mode
 
 # To a multiple of P.
-_PADDED_AXES = ("vocab", "draft_vocab", "intermediate", "shared_intermediate", "experts")
+_MLPS = ("intermediate", "wide_intermediate", "shared_intermediate")
+_PADDED_AXES = ("vocab", "draft_vocab", *_MLPS, "experts")
 
 
 def pad_heads(num_heads: int, num_kv_heads: int, num_devices: int) -> tuple[int, int]:
@@ -93,6 +94,17 @@ class Layout:
         return replace(self, sp=width)
 
     @cached_property
+    def shapes(self) -> tuple["Layout", ...]:
+        """The layout of layers with each of the model's `head_shapes`; this one is the first."""
+        others = range(1, len(self.model.head_shapes))
+        return self, *(replace(self, model=self.model.of_heads(heads)) for heads in others)
+
+    def of_axis(self, axis: str) -> tuple["Layout", str]:
+        """Return the layout that splits an axis, and what that calls it."""
+        name, heads = plain_axis(axis)
+        return self.shapes[heads], name
+
+    @cached_property
     def _heads(self) -> tuple[int, int]:
         return pad_heads(self.model.num_heads, self.model.num_kv_heads, self.padded_for)
 
@@ -127,6 +139,11 @@ class Layout:
         return round_up(self.model.intermediate_size, self.padded_for)
 
     @property
+    def wide_intermediate_size(self) -> int:
+        """Width of the MLP of layers that share the cache of others, padded likewise."""
+        return round_up(2 * self.model.intermediate_size, self.padded_for)
+
+    @property
     def shared_intermediate_size(self) -> int:
         """Width of the expert that every token uses, padded likewise; 0: there is none."""
         return round_up(self._shared_width, self.padded_for)
@@ -152,8 +169,22 @@ class Layout:
         return speculator.draft_vocab or self.model.vocab_size if speculator else 0
 
     @cached_property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What layers keep of a token on one device, as `ModelConfig.caches` has it."""
+        caches = self.model.caches
+        return tuple(each._replace(spec=self.shapes[each.heads].cache) for each in caches)
+
+    @property
+    def cached_numbers(self) -> int:
+        """Numbers of a token that one device caches, of all layers."""
+        return sum(cache.numbers for cache in self.caches)
+
+    @cached_property
     def cache(self) -> CacheSpec:
-        """What a layer keeps of a token on one device: entries with the rows of any of them."""
+        """What a layer with the model's own heads keeps of a token on one device.
+
+        Entries have the rows of any device.
+        """
         entries = (e._replace(rows=len(self.cached_rows(e, 0))) for e in self.model.cache.entries)
         return CacheSpec(tuple(entries))
 
@@ -165,7 +196,8 @@ class Layout:
         """Tokens of a KV block of this group, if one `of` another, or of a unit, has `block_size`.
 
         What is constant between groups that share their pools is the bytes of a block on a device;
-        with more devices, each has fewer rows of more tokens, until it has one row.
+        with more devices, each has fewer rows of more tokens, until it has one row. Layers with
+        other heads must come to the same: `deploy/resolve.py` refuses widths where they do not.
         """
         return block_size * (of or self.of_width(1)).cache.numbers // self.cache.numbers
 
@@ -244,10 +276,13 @@ class Layout:
         return self.gathers and is_split and weight.kind != "table"
 
     def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
+        if axis is None:
+            return size
+        layout, axis = self.of_axis(axis)
         if axis == "heads":
-            return self.num_heads
+            return layout.num_heads
         if axis == "kv_heads":
-            return sum(map(len, self.kv_heads_of_ranks(mode)))
+            return sum(map(len, layout.kv_heads_of_ranks(mode)))
         return round_up(size, self.padded_for) if axis in _PADDED_AXES else size
 
     def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
@@ -256,6 +291,9 @@ class Layout:
         Rows are heads for `heads` and `kv_heads`, single rows for the other axes; they are those
         of `mode`, or as stored. Only KV heads differ: ranks hold replicas.
         """
+        layout, axis = self.of_axis(axis)
+        if layout is not self:
+            return layout.source_rows(axis, mode)
         model = self.model
         if axis == "kv_heads":
             held = np.array(self.kv_heads_of_ranks(mode or self.base)).reshape(-1)
@@ -267,6 +305,7 @@ class Layout:
             return np.where(real, kv_head * q_per_kv + offset, -1)
         real_size, size = {
             "intermediate": (model.intermediate_size, self.intermediate_size),
+            "wide_intermediate": (2 * model.intermediate_size, self.wide_intermediate_size),
             "shared_intermediate": (self._shared_width, self.shared_intermediate_size),
             "experts": (model.experts.num if model.experts else 0, self.num_experts),
             "vocab": (model.vocab_size, self.vocab_size),
@@ -277,14 +316,21 @@ class Layout:
 
     def local_size(self, axis: str | None, size: int, mode: Mode) -> int:
         """Return the part of a stored dimension that a device has in a mode."""
+        if axis is None:
+            return size
+        layout, axis = self.of_axis(axis)
         if axis == "kv_heads" and mode != self.base:
-            return len(self.kv_heads_of_ranks(mode)[0])
-        return size if axis is None else size // self.ways(mode)
+            return len(layout.kv_heads_of_ranks(mode)[0])
+        return size // self.ways(mode)
 
-    def attention_columns(self, mode: Mode) -> tuple[int, int]:
-        """Columns of a device's products in a mode: those of q, and of q, k and v together."""
+    def attention_columns(self, mode: Mode, num_kv: int = 2) -> tuple[int, int]:
+        """Columns of a device's products in a mode: those of q, and of q, k and v together.
+
+        `num_kv` is how many of k and v there are (`LayerParts`).
+        """
         queries = self.num_heads // self.ways(mode) * self.model.head_dim
-        return queries, queries + 2 * len(self.kv_heads_of_ranks(mode)[0]) * self.model.head_dim
+        kv = len(self.kv_heads_of_ranks(mode)[0]) * self.model.head_dim
+        return queries, queries + num_kv * kv
 
     def shard_rows(self, axis: str, mode: Mode) -> int:
         """Return the rows of this axis in a weight shard of a mode."""
@@ -295,7 +341,8 @@ class Layout:
     def shard_offset(self, axis: str, mode: Mode, device: int) -> int:
         """Return where the shard of a mode begins in the base shard that the device stores."""
         base_rank, rank = device // self.sp, device // mode.sp
-        if axis == "kv_heads":
-            heads = self.kv_heads_of_ranks(mode)[rank]
-            return self.base_kv_heads[base_rank].index(heads[0])
+        layout, name = self.of_axis(axis)
+        if name == "kv_heads":
+            heads = layout.kv_heads_of_ranks(mode)[rank]
+            return layout.base_kv_heads[base_rank].index(heads[0])
         return (rank - base_rank * (self.sp // mode.sp)) * self.shard_rows(axis, mode)

@@ -24,7 +24,8 @@ SCALE = "_scale"  # after the name of what it scales
 INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
 COPIED = ("bias", "scale", "norm", "head_norm", "kv_scale")  # small: modes have copies, not views
 FLOAT32 = ("correction", "scale", "input_scale", "kv_scale")  # kinds, whatever the formats are
-_SPLIT = ("heads", "kv_heads", "intermediate", "shared_intermediate", "experts")
+_MLPS = ("intermediate", "wide_intermediate", "shared_intermediate")
+_SPLIT = ("heads", "kv_heads", *_MLPS, "experts")
 
 
 def can_be_codes(weight: Weight) -> bool:
@@ -32,7 +33,7 @@ def can_be_codes(weight: Weight) -> bool:
 
     Those that they hold whole are small: routers, and the projections of a speculator.
     """
-    return weight.kind == "matrix" and weight.axes[0] in _SPLIT
+    return weight.kind == "matrix" and weight.split in _SPLIT
 
 
 def is_quantised(weight: Weight, model: ModelConfig) -> bool:

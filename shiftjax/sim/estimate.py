@@ -191,7 +191,7 @@ def fleet_estimate(target: Target, deployment: Deployment, workload: Workload) -
         widths * widths,
         (
             layout.num_heads / alone.num_heads - 1,
-            layout.cache.numbers / alone.cache.numbers - 1,
+            layout.cached_numbers / alone.cached_numbers - 1,
         ),
     )
 

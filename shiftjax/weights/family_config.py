@@ -4,6 +4,7 @@ import logging
 from typing import Any, NamedTuple
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.weights.gemma4_config import GEMMA4
 from shiftjax.weights.typed_fields import Fields
 
 logger = logging.getLogger(__name__)
@@ -101,12 +102,16 @@ def parse_family(fields: Fields, architecture: str, head_dim: int) -> dict[str, 
         scales = {ours: fields.positive(name) for ours, name in _MULTIPLIERS.items()}
         scales["logit_scale"] = 1 / fields.positive("logits_scaling")
         return scales | _query_scale(fields.positive("attention_multiplier"), head_dim)
-    if architecture not in _GEMMA:
+    if architecture not in (*_GEMMA, GEMMA4):
         return {}
     caps = {ours: fields.positive(name) for ours, name in _CAPS.items() if fields.has(name)}
-    if architecture == "gemma3_text":  # transformers keeps the field, and computes without it
+    if architecture != "gemma2":  # transformers keeps the field, and computes without it
         caps.pop("attention_soft_cap", None)
-    return caps | _query_scale(fields.positive("query_pre_attn_scalar") ** -0.5, head_dim)
+    return (
+        caps
+        if architecture == GEMMA4
+        else caps | _query_scale(fields.positive("query_pre_attn_scalar") ** -0.5, head_dim)
+    )
 
 
 def _query_scale(scale: float, head_dim: int) -> dict[str, float]:

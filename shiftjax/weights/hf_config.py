@@ -16,6 +16,7 @@ from shiftjax.weights.family_config import (
     parse_family,
     parse_positions,
 )
+from shiftjax.weights.gemma4_config import GEMMA4, gemma4_json, parse_gemma4
 from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
@@ -26,10 +27,11 @@ from shiftjax.weights.typed_fields import Fields, read_json
 # The text model of these is a part of the file, of an architecture of its own.
 _WITH_IMAGES = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
 }
-_GEMMA = ("gemma2", "gemma3_text")
+_GEMMA = ("gemma2", "gemma3_text", GEMMA4)
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -96,6 +98,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         rms_norm_eps=fields.positive(epsilon_of(architecture)),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
         experts=parse_experts(fields, architecture),
+        **parse_gemma4(fields, architecture),
         num_labels=num_labels_of(fields),
         num_kv_layers=_num_kv_layers(fields, architecture),
         bos_token_id=bos[0] if bos else None,
@@ -133,7 +136,8 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
             fields.problem(f"{name} must be {value}, found {fields.data[name]}")
     if fields.data.get("clip_qkv") is not None:
         fields.problem("clip_qkv must be null: queries, keys and values are not clipped here")
-    if fields.data.get("use_bidirectional_attention"):
+    usual = (None, False, "vision") if architecture == GEMMA4 else (None, False)
+    if fields.data.get("use_bidirectional_attention") not in usual:  # vision: of images alone
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 
 
@@ -199,6 +203,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         epsilon_of(config.architecture): config.rms_norm_eps,
         **family_to_json(config),
         **layers_json(config),
+        **gemma4_json(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": _ids_json(config),

@@ -5,12 +5,13 @@ embeddings are `rope_parameters` (transformers 5, by kind of layer where there a
 `rope_scaling`, `rope_theta` and `rope_local_base_freq`.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from shiftjax.arch.config import LayerKind, ModelConfig, RopeScaling
+from shiftjax.weights.gemma4_config import GEMMA4, with_heads
 from shiftjax.weights.hf_defaults import ROPE, defaults_of
+from shiftjax.weights.hf_ropes import original_of, scaling_json, scaling_of
 from shiftjax.weights.typed_fields import Fields
 
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
@@ -21,11 +22,11 @@ _ALL_SLIDE = ("mistral", "ministral3", "mixtral", "phi3")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _MAY_SLIDE = (*_QWEN, "smollm3")  # where `use_sliding_window` says so
 # Every such layer sees everything; of some a file says which.
-_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4}
+_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4, GEMMA4: 6}
 _OWN_PATTERNS = {"gemma3_text": 6, "exaone4": 4, "cohere2": 4}
 _ALTERNATE = (*_PATTERNS, *_OWN_PATTERNS)
 _PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2")  # rotate a part of a head
-_LOCAL_ROPES = ("gemma3_text", "olmo3")  # layers with a window have another one
+_LOCAL_ROPES = ("gemma3_text", "olmo3", GEMMA4)  # layers with a window have another one
 
 Rope = tuple[float, RopeScaling | None]
 
@@ -46,6 +47,8 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
         return LayerKind(reach, theta, scaling) if rotates else LayerKind(reach, has_rope=False)
 
     kinds = [kind(*each) for each in zip(has_window, has_rope, strict=True)]
+    if architecture == GEMMA4:
+        kinds = with_heads(fields, kinds)
     growth = _query_growth(fields, architecture)
     return {"rotary_dim": rotary_dim, **growth, **kinds_as_fields(kinds)}
 
@@ -73,7 +76,7 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
     roped = [kind for kind in (*full, *sliding) if kind.has_rope] or full
     data: dict[str, Any] = {
         "rope_theta": roped[0].rope_theta,
-        "rope_scaling": _scaling_json(roped[0].rope_scaling),
+        "rope_scaling": scaling_json(roped[0].rope_scaling),
     }
     architecture = config.architecture
     if data["rope_scaling"] is None and _usual(architecture, FULL).get("rope_type") != "default":
@@ -89,6 +92,9 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     if architecture == "olmo3" and sliding:
         data[ROPE] = {SLIDING: {"rope_type": "default", "rope_theta": sliding[0].rope_theta}}
+    if architecture == GEMMA4:  # which has no older layout
+        ropes = {SLIDING if kind.sliding_window else FULL: kind for kind in roped}
+        data = {ROPE: {name: _rope_json(kind) for name, kind in ropes.items()}}
     if architecture == "gemma3_text":
         data["rope_local_base_freq"] = (
             sliding[0].rope_theta if sliding else _local_theta(architecture)
@@ -124,8 +130,11 @@ def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]
         elif architecture == "qwen3_moe" and len(set(kinds)) > 1:
             fields.problem(f"layer_types must be alike in all layers of {architecture}")
         else:
-            return [kind == SLIDING for kind in kinds]
+            slide = [kind == SLIDING for kind in kinds]
+            return [*slide[:-1], False] if architecture == GEMMA4 else slide  # as transformers
         return [False] * num_layers
+    if architecture == GEMMA4:
+        return [*_slide_by_default(fields, architecture, num_layers)[:-1], False]
     return _slide_by_default(fields, architecture, num_layers)
 
 
@@ -179,9 +188,9 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int |
     usual = defaults_of(architecture).theta or _usual(architecture, FULL)["rope_theta"]
     inner = _inner(fields, parameters or _stretched(architecture))
     owner = inner if inner.has("rope_theta") else fields
-    theta = owner.positive("rope_theta", usual)
+    theta = owner.positive("rope_theta", None if architecture == GEMMA4 else usual)
     rotary_dim = _rotary_dim(fields, inner, architecture, head_dim)
-    return (theta, _scaling(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
+    return (theta, scaling_of(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
 
 
 def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
@@ -194,6 +203,8 @@ def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
         inner.problem(f"rope_type of {SLIDING} must be default, found {own['rope_type']!r}")
     if inner.has("rope_theta"):
         return inner.positive("rope_theta"), None
+    if architecture == GEMMA4:
+        return _local_theta(architecture), None
     name = "rope_theta" if architecture == "olmo3" else "rope_local_base_freq"
     return fields.positive(name, _local_theta(architecture)), None
 
@@ -207,6 +218,8 @@ def _usual(architecture: str, kind: str) -> Mapping[str, Any]:
 def _stretched(architecture: str) -> dict[str, Any]:
     """Return those that are no part of older files outside of `rope_scaling`."""
     usual, theta = _usual(architecture, FULL), defaults_of(architecture).theta
+    if architecture == GEMMA4:
+        return dict(usual)
     own = {"rope_theta": usual["rope_theta"]} if theta not in (None, usual["rope_theta"]) else {}
     return {name: usual[name] for name in usual if name not in _PLAIN} | own
 
@@ -217,7 +230,7 @@ def _query_growth(fields: Fields, architecture: str) -> dict[str, Any]:
     inner = _inner(fields, parameters or _stretched(architecture))
     if architecture != "ministral3" or not inner.has(_GROWTH):
         return {}
-    return {"query_growth": (inner.positive(_GROWTH), _original(fields, inner))}
+    return {"query_growth": (inner.positive(_GROWTH), original_of(fields, inner))}
 
 
 def _local_theta(architecture: str) -> float:
@@ -247,6 +260,8 @@ def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int)
     name = "partial_rotary_factor"
     owner = inner if inner.has(name) else fields
     usual = _usual(architecture, FULL).get(name, 1.0)
+    if architecture == GEMMA4:
+        return None  # frequencies of the whole head, of which a part turns
     if architecture == "minimax_m2" and fields.has("rotary_dim"):  # as published files say it
         usual = fields.count("rotary_dim") / head_dim
     part = owner.positive(name, usual)
@@ -258,91 +273,6 @@ def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int)
     return None if rotary_dim == head_dim else rotary_dim
 
 
-def _scaling(
-    fields: Fields, inner: Fields, architecture: str, rotary_dim: int
-) -> RopeScaling | None:
-    kind = inner.data.get("rope_type", inner.data.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and architecture == "phi3"):  # as Phi-3's first files say
-        kind = "longrope"
-    if kind == "default":
-        return None
-    if kind == "linear":
-        return RopeScaling("linear", inner.positive("factor"))
-    if kind == "llama3":
-        return _llama3(fields, inner)
-    if kind == "yarn":
-        return _yarn(fields, inner)
-    if kind == "longrope":
-        return _longrope(fields, inner, rotary_dim)
-    inner.problem(
-        f"rope_type must be default, linear, llama3, yarn or longrope, found {kind!r}; leave the "
-        "field out to use the model up to the context that it was trained with"
-    )
-    return None
-
-
-def _llama3(fields: Fields, inner: Fields) -> RopeScaling:
-    low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
-    if high <= low and not inner.problems:
-        inner.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
-    return RopeScaling("llama3", inner.positive("factor"), low, high, _original(fields, inner))
-
-
-def _original(fields: Fields, inner: Fields) -> int:
-    """Return the context that the model was trained with first."""
-    name = "original_max_position_embeddings"
-    owner = fields if fields.has(name) else inner
-    return owner.count(name, fields.count("max_position_embeddings"))
-
-
-def _yarn(fields: Fields, inner: Fields) -> RopeScaling:
-    """Scaling of arXiv 2309.00071; `attention_factor` as there, or by DeepSeek's two `mscale`."""
-    original = _original(fields, inner)
-    factor = inner.positive("factor", fields.count("max_position_embeddings") / original)
-    low, high = inner.positive("beta_slow", 1.0), inner.positive("beta_fast", 32.0)
-
-    def gain(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    usual = gain(1.0)
-    if inner.has("mscale") and inner.has("mscale_all_dim"):
-        usual = gain(inner.positive("mscale")) / gain(inner.positive("mscale_all_dim"))
-    gain_of_file = inner.positive("attention_factor", usual)
-    truncate = inner.flag("truncate") if inner.has("truncate") else True
-    return RopeScaling("yarn", factor, low, high, original, gain_of_file, truncate)
-
-
-def _longrope(fields: Fields, inner: Fields, rotary_dim: int) -> RopeScaling:
-    """Scaling of arXiv 2402.13753, a divisor for each frequency."""
-    original = _original(fields, inner)
-    factor = inner.positive("factor", fields.count("max_position_embeddings") / original)
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
-    gain = inner.positive("attention_factor", usual)
-    divisors = [_divisors(inner, f"{kind}_factor", rotary_dim // 2) for kind in ("short", "long")]
-    return RopeScaling("longrope", factor, 1.0, 4.0, original, gain, True, *divisors)
-
-
-def _divisors(fields: Fields, name: str, count: int) -> tuple[float, ...]:
-    values = fields.data.get(name)
-    is_list = isinstance(values, list) and all(type(v) in (int, float) and v > 0 for v in values)
-    if not isinstance(values, list) or not is_list or len(values) != count:
-        fields.problem(f"{name} must be a list of {count} numbers above 0")
-        return (1.0,) * count
-    return tuple(map(float, values))
-
-
-def _scaling_json(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    data: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "linear":
-        return data
-    data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if scaling.kind == "llama3":
-        return data | {"low_freq_factor": low, "high_freq_factor": high}
-    data["attention_factor"] = scaling.attention_factor
-    if scaling.kind == "yarn":
-        return data | {"beta_slow": low, "beta_fast": high, "truncate": scaling.truncate}
-    factors = {"short_factor": scaling.short_factors, "long_factor": scaling.long_factors}
-    return data | {name: list(values) for name, values in factors.items()}
+def _rope_json(kind: LayerKind) -> dict[str, Any]:
+    scaling = scaling_json(kind.rope_scaling) or {"rope_type": "default"}
+    return {"rope_theta": kind.rope_theta} | scaling

@@ -26,7 +26,9 @@ _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
 _OF_HEAD = re.compile(r"(?:bert|roberta)\.")  # an encoder beside the head that scores with it
-_OF_IMAGES = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector)\.")
+_OF_IMAGES = re.compile(
+    r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+)
 logger = logging.getLogger(__name__)
 
 

@@ -293,8 +293,9 @@ def test_only_an_engine_that_cuts_experts_launches_more_for_it():
 def test_every_mode_does_the_same_work_of_experts_and_base_moves_what_it_gathers():
     model = replace(TINY, experts=Experts(num=64, per_token=4, intermediate_size=128))
     group = costs(model=model, sp=8)
-    base, shift = (group._layer_products(mode, 8, 64)[0] for mode in (Mode(8, 8), Mode(8, 1)))
-    attention = [group._layer_products(mode, 8, 0)[0] for mode in (Mode(8, 8), Mode(8, 1))]
+    modes, parts = (Mode(8, 8), Mode(8, 1)), model.parts[0]
+    base, shift = (group._layer_products(mode, 8, 64, parts)[0] for mode in modes)
+    attention = [group._layer_products(mode, 8, 0, parts)[0] for mode in modes]
     mlp = [group._mlp(8, 128), group._mlp(8, 16)]
     own = [attention[i] - mlp[i] for i in range(2)]
     assert base - own[0] == pytest.approx(shift - own[1])

@@ -35,13 +35,19 @@ CASES += [
     (name, *mesh)
     for name in (
         *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
-        *("cohere", "minimax_m2", "llama4_text"),
+        *("cohere", "minimax_m2", "llama4_text", "gemma4_text"),
     )
     for mesh in SPLITS
 ]
 
 
-QUICK_ONES = {("llama", 2), ("gemma3_text", 2), ("qwen3", 3), ("llama4_text", 2)}
+QUICK_ONES = {
+    ("llama", 2),
+    ("gemma3_text", 2),
+    ("qwen3", 3),
+    ("llama4_text", 2),
+    ("gemma4_text", 4),
+}
 QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
 
 

@@ -4,6 +4,7 @@ from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
+from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
 from rows_requests import ROWS as REQUESTS
 from rows_serving import ROWS as SERVING
@@ -12,5 +13,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*CONFIGS, *CONTROL, *DEVICE, *COSTS, *PLANS, *SERVING, *REQUESTS, *SIZES, *STORED, *TIME),
+    *(*CONFIGS, *CONTROL, *DEVICE, *HEADS, *COSTS),
+    *(*PLANS, *SERVING, *REQUESTS, *SIZES, *STORED, *TIME),
 )

@@ -34,7 +34,7 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "every number of a cache is a byte", "costs", MEMORY,
-        "num_layers * layout.cache.num_bytes(formats)", "num_layers * layout.cache.numbers",
+        "len(each.layers) * each.spec.num_bytes(formats)", "len(each.layers) * each.spec.numbers",
         (TEST_COSTS,),
         "a pool takes more memory than was set aside",
     ),

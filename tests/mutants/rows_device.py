@@ -143,8 +143,8 @@ VIEWS_ROWS = (
     ),
     Mutant(
         "KV heads of a mode are counted from the wrong rank", "views", LAYOUT,
-        "return self.base_kv_heads[base_rank].index(heads[0])",
-        "return self.base_kv_heads[base_rank].index(heads[-1])",
+        "return layout.base_kv_heads[base_rank].index(heads[0])",
+        "return layout.base_kv_heads[base_rank].index(heads[-1])",
         (TEST_LAYOUT,), "keys of SHIFT are computed with other rows",
     ),
     Mutant(
@@ -385,7 +385,7 @@ TIER_ROWS = (
     Mutant(
         "an entry comes back from the host as another", "host tier",
         "shiftjax/host_tier/copies_device.py",
-        "for part in parts if part.entries == alike]", "for part in parts]",
+        "for part in parts if part.entries == own.alike]", "for part in parts]",
         (CACHE_SPEC,), "a restored prefix of latents is garbage",
     ),
     Mutant(

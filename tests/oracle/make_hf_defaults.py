@@ -57,9 +57,11 @@ def defaults_of(model_type: str) -> dict[str, Any]:
         if field.name not in base - {"tie_word_embeddings"} and not NO_MATTER.fullmatch(field.name)
     }
     plain = make()
+    plain.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
     sizes = {name: times * getattr(plain, name) for name, times in OTHER.items()}
     sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     other = make(**{name: size for name, size in sizes.items() if name in declared})
+    other.allow_global_per_layer_attribute_access = True
     found = {name: getattr(plain, name) for name in declared}
     null = [
         name
@@ -73,6 +75,8 @@ def defaults_of(model_type: str) -> dict[str, Any]:
         elif name in declared:
             aliases[meant] = name
     absent = {name: found[name] if name in null else value for name, value in declared.items()}
+    if model_type == "gemma4_text":  # no field of the class, but read
+        absent["global_head_dim"] = plain.per_layer_config["full_attention"].head_dim
     theta = getattr(make, "default_theta", None)
     theta = theta if isinstance(theta, float | int) else None
     return {"absent": absent, "null": null, "aliases": aliases, "theta": theta}

@@ -83,6 +83,26 @@ LONGROPE = {
     "long_factor": [1.0, 2.0, 8.0],
     "attention_factor": 1.25,
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,  # the tests' devices
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 6,
+    "final_logit_softcapping": 6.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 10_000.0,
+            "partial_rotary_factor": 0.5,
+            "factor": 1.5,
+        },
+    },
+    "tie_word_embeddings": True,
+}
 
 # name: Hugging Face model_type, what differs from COMMON
 MODELS: dict[str, tuple[str, dict]] = {
@@ -336,6 +356,16 @@ MODELS: dict[str, tuple[str, dict]] = {
             },
         },
     ),
+    "gemma4_text": (  # two shapes of KV heads
+        "gemma4_text",
+        LEAST
+        | GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+        },
+    ),
 }
 
 
@@ -348,7 +378,8 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
         for name, parameter in model.named_parameters():
             x = torch.randn(parameter.shape, generator=generator)
             if name.endswith("norm.weight"):
-                x = 0.3 * x + (not model_type.startswith("gemma"))  # whose norms add 1
+                adds_one = model_type in ("gemma2", "gemma3_text")
+                x = 0.3 * x + (not adds_one)
             elif name.endswith("bias"):
                 x = 0.3 * x
             elif "embed_tokens" in name:  # small, or a tied model only repeats its last token
@@ -361,6 +392,8 @@ def build(model_type: str, overrides: dict, generator: torch.Generator) -> torch
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.2 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

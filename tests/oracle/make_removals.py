@@ -47,6 +47,15 @@ CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral_windows": ("mixtral", {"sliding_window": 8, "num_experts_per_tok": 1}),
     "glm4_moe_groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False}),
+    "gemma4_published": (
+        "gemma4_text",
+        {"per_layer_config": ..., "global_head_dim": 16, "num_global_key_value_heads": 2},
+    ),
+    "gemma4_two_widths": (  # the number of KV heads does not count here
+        "gemma4_text",
+        {"per_layer_config": ..., "global_head_dim": 16, "num_global_key_value_heads": 2}
+        | {"attention_k_eq_v": False, "layer_types": ["sliding_attention"] * 4},
+    ),
     "qwen2_moe_steps": ("qwen2_moe", {"decoder_sparse_step": 2, "norm_topk_prob": True}),
 }
 
@@ -84,7 +93,8 @@ def fields_of(data: dict[str, Any]) -> dict[str, Any]:
     made = AutoConfig.for_model(**data)
     declared = {field.name for field in dataclasses.fields(made)}
     declared -= {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    names = {*declared, *data, *made.attribute_map.values(), "tie_word_embeddings"}
+    more = "tie_word_embeddings", "per_layer_config"  # what Gemma 4's layers have of their own
+    names = {*declared, *data, *made.attribute_map.values(), *more}
     known = set(filter(matters, names))
     return {"model_type": made.model_type} | {
         name: value

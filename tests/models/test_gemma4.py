@@ -1,0 +1,67 @@
+"""Gemma 4 on engines: layers whose KV heads have two shapes, against transformers' tokens.
+
+`tests/oracle/make_parity.py` has made the models and what they say; a prompt with the first of its
+tokens must be continued by the others.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engines import RandomPolicy, make, run
+from spent import quick
+
+from shiftjax.core.request import SamplingParams
+
+DATA = Path(__file__).parent.parent / "data" / "parity"
+MODELS = sorted(path.name for path in DATA.glob("gemma4*"))
+SWAPS = {"preemption": "swap", "host_memory": "4MiB"}
+FEW = {"num_blocks": 26, "max_model_len": 64}  # of 4 tokens: too few for all prompts at once
+
+
+def asked(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and their continuations; the later ones begin with the first."""
+    expected = np.load(DATA / name / "expected.npz")
+    prompts, answers = [], []
+    for known in (0, 5, 11):
+        for i in range(2):
+            greedy = expected[f"greedy_{i}"].tolist()
+            prompts.append(expected[f"token_ids_{i}"].tolist() + greedy[:known])
+            answers.append(greedy[known:])
+    return prompts, answers
+
+
+CASES = [
+    (name, sp, tp, options)
+    for name in MODELS
+    for sp, tp, options in (
+        (1, 1, {}),
+        (2, 2, {}),
+        (4, 2, FEW | SWAPS),
+        (1, 8, FEW),
+        (8, 1, FEW | SWAPS),
+        (3, 2, FEW),
+        (2, 2, {"kv_cache_dtype": "fp8"}),
+    )
+]
+QUICK = [case for case in CASES if case[1:3] == (4, 2)]
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(("name", "sp", "tp", "options"), quick(CASES, *QUICK))
+def test_an_engine_says_what_transformers_says(name, sp, tp, options):
+    built = make(DATA / name, sp, tp, **options)
+    built.engine.policy = RandomPolicy(3)
+    prompts, answers = asked(name)
+    sampling = [SamplingParams(max_tokens=len(a), temperature=0, ignore_eos=True) for a in answers]
+    for _ in range(2):  # the second time on cached prefixes
+        events = run(built.engine, prompts, sampling)
+        said = [[t for e in events[i, 0] for t in e.token_ids] for i in range(len(prompts))]
+        if "kv_cache_dtype" in options:
+            assert list(map(len, said)) == list(map(len, answers))
+        else:
+            assert said == answers
+    stats = built.engine.stats()
+    assert stats.num_prefix_hit_tokens > 0
+    if "num_blocks" in options:
+        assert stats.num_preemptions[options.get("preemption", "recompute")] > 0
