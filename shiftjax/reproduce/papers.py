@@ -11,6 +11,7 @@ from types import MappingProxyType
 PAPERS: Mapping[str, str] = MappingProxyType(
     {
         "shift": "Shift Parallelism: latency and throughput of DP, TP, SP and Shift",
+        "arctic": "Arctic Inference: Shift, SwiftKV and drafts together; embeddings",
     }
 )
 """What `shiftjax reproduce` runs, by name, in the order of its report."""

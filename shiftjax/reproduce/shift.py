@@ -127,8 +127,9 @@ def by_context(model: str, sizes: Iterable[int]) -> dict[str, Lines]:
 
 
 QWEN_30B = (
-    "The context of this value is not said; ours is the best. At such rates vLLM's own work is "
-    "most of a step (section 4.4): each process has tokens and streams of many short requests."
+    "The context of this value is not said; ours is the best. Ours has no front end: 225,000 "
+    "tokens/s of 4,096 in and 250 out are 13,000 streamed tokens/s, which takes one API process "
+    "all its time at 0.08 ms a token."
 )
 
 

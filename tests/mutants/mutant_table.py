@@ -6,6 +6,7 @@ from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
 from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
+from rows_reproduce import ROWS as REPRODUCE
 from rows_requests import ROWS as REQUESTS
 from rows_serving import ROWS as SERVING
 from rows_sizes import ROWS as SIZES
@@ -13,6 +14,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*CONFIGS, *CONTROL, *DEVICE, *HEADS, *COSTS),
-    *(*PLANS, *SERVING, *REQUESTS, *SIZES, *STORED, *TIME),
+    *(*CONFIGS, *CONTROL, *COSTS, *DEVICE, *HEADS, *PLANS, *REPRODUCE),
+    *(*REQUESTS, *SERVING, *SIZES, *STORED, *TIME),
 )
