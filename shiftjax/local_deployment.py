@@ -11,7 +11,8 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
-from shiftjax.deploy.deployment import Deployment
+from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
+from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import Suited, check_experts, check_hosts, formats_in, resolve
 from shiftjax.device.choosers import choosers_of
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
@@ -23,6 +24,8 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import dtype_of, stored_weights
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
+from shiftjax.sim.chosen_mesh import with_chosen_mesh
+from shiftjax.sim.modelled import Target
 from shiftjax.weights.kv_scales import identify_scales
 from shiftjax.weights.source import TensorSource
 
@@ -49,6 +52,8 @@ def deploy(
     config = merge_phases(config)
     devices, suited = _machine(config, model, cache_dir)
     measured, available = measure(devices, hosts), host_memory()[1]
+    if (target := _modelled(config, model, measured, devices[0], suited)) is not None:
+        config = with_chosen_mesh(config, target)
     if config.parallel.phases is None:
         deployments = [resolve(config, model, measured, suited)]
     else:  # the host holds a copy of the weights, too
@@ -67,6 +72,21 @@ def deploy(
         most = max(deployment.grid.num_devices for deployment in deployments)
         warn_of_crowding(most // jax.process_count())
     return Local(devices, deployments)
+
+
+def _modelled(
+    config: EngineConfig, model: ModelConfig, measured: Devices, device: Device, suited: Suited
+) -> Target | None:
+    """These devices as a modelled machine; None where their costs are unknown."""
+    name = config.scheduler.machine
+    if name is None and (device.platform == "cpu" or device.device_kind not in MACHINE_OF_DEVICE):
+        return None
+    machine = replace(
+        load_machine(name or MACHINE_OF_DEVICE[device.device_kind]),
+        num_devices=measured.num_devices,
+        memory_bytes=measured.total_bytes,
+    )
+    return Target(model, machine, load_engine("shiftjax"), formats_in(config, model, suited))
 
 
 def with_kv_scales(deployments: Sequence[Deployment], source: TensorSource) -> list[Deployment]:

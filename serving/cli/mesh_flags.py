@@ -12,6 +12,7 @@ from shiftjax.costs.machine_files import engine_names, machine_names
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
 PERCENTILES = (50, 90, 99)
 PROMPT, OUTPUT = 4096, 250  # tokens
+GOALS = ("ttft", "tpot", "latency", "throughput")  # of `sim/planning.py`
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -26,6 +27,8 @@ def add_commands(subparsers: Any, add: Add) -> None:
     parser.add_argument(
         "--compile", nargs="?", const="", metavar="SPxTP,...", help="compile the steps, see docs"
     )
+    text = "what the recommended row is best in; default: near the best in all columns"
+    parser.add_argument("--goal", choices=GOALS, help=text)
     _add_goal(parser.add_argument_group("the least GPUs for a load", "given the first three:"))
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
     mesh = add(subparsers, "mesh", None, "compare mesh configurations")

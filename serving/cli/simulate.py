@@ -21,7 +21,7 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
-from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate
+from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.experiments import (
     as_text,
     breakdown_by_context,
@@ -34,6 +34,7 @@ from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
     all_deployments,
+    degree_flags,
     fleet_estimates,
     gather_in_words,
     hosts_in_words,
@@ -44,10 +45,10 @@ from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.serve_command import serve_command
 
-FLEET_HEADING = """fleets: units of tp devices, which all hold the model, form groups in traffic.
-reach: tokens of the longest request, in a narrowest and a widest group; ttft, tpot: of one request
-in a widest one; decodes_by_width: the most sequences for which groups of a width step quickest;
-programs: steps to compile by width, and moves; padded_heads: beside a unit that is on its own."""
+FLEET_HEADING = (
+    "fleets: groups of units, all of which hold the model, come and go with traffic; times are of "
+    "one request in a widest group, tokens/s of the groups named beside them"
+)
 METRICS = ("queue", *LATENCIES)
 MOST_KERNELS = 12  # of a step, on the screen; files have them all
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
@@ -59,6 +60,10 @@ CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: SamplingParams) -> int:
     """Print what every (DP, PP, SP, TP) would hold and do, and which one to take."""
     if is_asked(arguments):
+        if arguments.goal is not None:
+            raise ConfigError(
+                ["--goal is of the table: --ttft and --tpot say what a load must get"]
+            )
         trace = arguments.trace
         requests = None if trace is None else window_of(trace, arguments.window)
         asked = asked_of(arguments, machine=arguments.machine.partition(",")[0])
@@ -75,19 +80,16 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     print(_heading(target, workload))
     rows = [one.row() for one in estimates]
     print(as_text(rows))
-    recommended = recommend(target, workload, **settings)
+    recommended = recommend(target, workload, arguments.goal, **settings)
     if recommended is None:
-        total = f"{workload.num_prompt_tokens:,} + {workload.num_output_tokens:,} tokens"
-        print(f"\nnothing is recommended: no deployment has room for a request of {total}")
+        print(f"\nnothing is recommended: {_no_room(estimates, workload)}")
         return 1
     best, reason = recommended
+    by_cost = target.machine.num_hosts > 1  # modes between sum inside hosts
     policy = f" --shift-threshold {best.threshold}" if best.sp > 1 else ""
-    if (
-        best.sp > 1 and target.machine.num_hosts > 1
-    ):  # modes between sum inside hosts, which no threshold chooses
+    if best.sp > 1 and (by_cost or best.policy == "cost"):
         policy = " --policy cost"
-    groups = f"--dp {best.dp} " if best.dp > 1 else ""
-    print(f"\nrecommended: {groups}--sp {best.sp} --tp {best.tp}{policy}")
+    print(f"\nrecommended: {degree_flags(best)}{policy}")
     print(reason)
     command = serve_command(arguments.model or target.model.name, best)
     print(f"start: {command}\ntry:   {command} --simulate {arguments.machine}")
@@ -104,6 +106,18 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
             write_rows(arguments.out, "kernels", kernels)
         report.save()
     return 0
+
+
+def _no_room(estimates: Sequence[Estimate], workload: Workload) -> str:
+    """Why nothing can be recommended, and what came nearest."""
+    prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
+    words = f"no deployment has room for a request of {prompt:,} + {output:,} tokens"
+    nearest = max(estimates, key=lambda one: one.memory.num_kv_tokens)
+    name, room = nearest.deployment.name.strip(), nearest.memory.num_kv_tokens
+    if room > 0:
+        return f"{words}; the longest is one of {room:,}, in {name}"
+    missing = -nearest.memory.kv_bytes / 1e9
+    return f"{words}; {name} misses {missing:.1f} GB on each device for the weights and a step"
 
 
 def _workload(arguments: argparse.Namespace, target: Target) -> Workload:
@@ -164,12 +178,12 @@ def _fleets(
     if not rows:
         return rows
     print(f"\n{FLEET_HEADING}")
-    print(as_text(rows))
+    print(as_text([one.shown() for one in estimates]))
     fitting = [one for one in estimates if one.widest.fits]
     if fitting:
-        best = max(fitting, key=_most_tokens)
+        best = max(fitting, key=lambda one: one.most_tokens or 0.0)
         words = f"of fleets, --fleet --tp {best.deployment.tp} has most tokens per second"
-        print(f"\n{words}, {_most_tokens(best):,.0f}{_beside(others)}")
+        print(f"\n{words}, {best.most_tokens:,.0f}{_beside(others)}")
     return rows
 
 
@@ -180,11 +194,6 @@ def _beside(others: Sequence[Estimate]) -> str:
         return ""
     best = max(fitting, key=lambda one: one.tokens_per_second)
     return f"; without --fleet {best.deployment.name.strip()} has {best.tokens_per_second:,.0f}"
-
-
-def _most_tokens(fleet: FleetEstimate) -> float:
-    """Per second, in the width of which that is most."""
-    return fleet.by_width[fleet.best].tokens_per_second
 
 
 def _to_compile(

@@ -5,6 +5,7 @@ a fleet, whose units of `tp` devices hold the whole model. Larger units leave mo
 smaller ones can be split further, into replicas that do not talk to each other.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,24 +46,36 @@ class Estimate:
     tpot_seconds: float = 0.0  # one request alone
     tokens_per_second: float = 0.0  # input and output, saturated, all replicas
 
+    def alone_seconds(self, workload: Workload) -> float:
+        """Of a request that is alone, to its end."""
+        return self.ttft_seconds + (workload.num_output_tokens - 1) * self.tpot_seconds
+
+    @property
+    def why_not(self) -> str:
+        """Why a request does not fit; "" where one does."""
+        if self.fits:
+            return ""
+        room = self.memory.num_kv_tokens
+        return f"room for {room:,} tokens" if room > 0 else "no room beside the weights"
+
     def row(self) -> dict[str, Any]:
         """For a table or a file."""
         memory, gigabyte, deployment = self.memory, 1e9, self.deployment
         return {
             **{name: getattr(deployment, name) for name in ("name", "dp", "pp", "sp", "tp")},
-            "fits": self.fits,
+            "fits": self.why_not or True,
             "weights_gb": memory.weight_bytes / gigabyte,
             "shift_copy_gb": memory.shift_weight_bytes / gigabyte,
             "workspace_gb": memory.workspace_bytes / gigabyte,
-            "kv_gb": memory.kv_bytes / gigabyte,
-            "kv_tokens": memory.num_kv_tokens * deployment.dp,
+            "kv_gb": max(0, memory.kv_bytes) / gigabyte,
+            "kv_tokens": max(0, memory.num_kv_tokens) * deployment.dp,
             **self.times(),
         }
 
-    def times(self) -> dict[str, float]:
-        """Its columns of latencies and throughput."""
+    def times(self) -> dict[str, float | None]:
+        """Its columns of latencies and throughput; None where nothing fits."""
         names = ("ttft_seconds", "tpot_seconds", "tokens_per_second")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) if self.fits else None for name in names}
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:
@@ -149,6 +162,37 @@ class FleetEstimate(NamedTuple):
         blocks = self.memory.num_kv_tokens // self.deployment.block_size
         return blocks * of_width.block_size
 
+    def shown(self) -> dict[str, Any]:
+        """A row for people."""
+        widths, units = self.deployment.widths, self.deployment.grid.units
+        wide, times = widths[-1], self.widest.times()
+        longest = (
+            f"{self.kv_tokens(widths[0]):,} in a narrowest, {self.kv_tokens(wide):,} in a widest"
+        )
+        return {
+            "name": self.deployment.name,
+            "is": f"{units} units of tp{self.deployment.tp} in groups of {_listed(widths)}",
+            "fits": self.widest.why_not or True,
+            "longest request": longest if self.widest.fits else None,
+            "ttft_seconds": times["ttft_seconds"],
+            "tpot_seconds": times["tpot_seconds"],
+            "tokens_per_second": self.most_tokens,
+            "in groups of": self.best if self.widest.fits else None,
+            "quickest": self._quickest(),
+            "programs": sum(self.num_programs.values()) + self.num_moves,
+        }
+
+    def _quickest(self) -> str:
+        """For which numbers of decoding sequences each width is the quickest."""
+        *first, (last, _) = self.regimes.items()
+        parts = [f"{width} wide to {num:,} sequences" for width, num in first]
+        return ", ".join([*parts, f"then {last}" if parts else f"{last} wide"])
+
+    @property
+    def most_tokens(self) -> float | None:
+        """Per second, in the width of which that is most; None: there is no room."""
+        return self.by_width[self.best].times()["tokens_per_second"]
+
     def row(self) -> dict[str, Any]:
         """For a table or a file."""
         widths, units = self.deployment.widths, self.deployment.grid.units
@@ -157,18 +201,24 @@ class FleetEstimate(NamedTuple):
             "tp": self.deployment.tp,
             "units": units,
             "widths": ",".join(map(str, widths)),
-            "fits": self.widest.fits,
+            "fits": self.widest.why_not or True,
             "weights_gb": self.memory.weight_bytes / 1e9,
             "kv_tokens": self.kv_tokens(widths[-1]) * (units // widths[-1]),
             "reach_narrow": self.kv_tokens(widths[0]),
             "reach_wide": self.kv_tokens(widths[-1]),
             **self.widest.times(),
-            "tokens_per_second": self.by_width[self.best].tokens_per_second,
+            "tokens_per_second": self.most_tokens,
             "at_width": self.best,
             "decodes_by_width": " ".join(f"{w}:{n}" for w, n in self.regimes.items()),
             "programs": "+".join(map(str, self.num_programs.values())) + f"+{self.num_moves}",
             "padded_heads": f"+{self.padding[0]:.0%} q, +{self.padding[1]:.0%} kv",
         }
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    """As 1, 2 or 4."""
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def fleet_estimate(target: Target, deployment: Deployment, workload: Workload) -> FleetEstimate:

@@ -1,7 +1,9 @@
 """Which deployments a machine offers, and which one to take, in words. No JAX."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from shiftjax.costs.crossing import shift_threshold
@@ -13,7 +15,7 @@ from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
 from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.named import FLEET, deploy
-from shiftjax.sim.phase_rates import all_degrees, most_parts
+from shiftjax.sim.phase_rates import all_degrees
 
 
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
@@ -98,34 +100,122 @@ def stages_in_words(estimates: Sequence[Estimate]) -> str:
     )
 
 
-def recommend(target: Target, workload: Workload, **budgets: Any) -> tuple[Deployment, str] | None:
-    """The base configuration by the rule, with its threshold, and the reason in one sentence.
+# ------------------------------------------------------------------ the best row
 
-    TP is the least that leaves room for one request; None where no TP does.
+Cost = Callable[[Estimate, Workload], float]
+
+GOALS: Mapping[str, Cost] = MappingProxyType(
+    {
+        "ttft": lambda one, _: one.ttft_seconds,
+        "tpot": lambda one, _: one.tpot_seconds,
+        "latency": lambda one, workload: one.alone_seconds(workload),
+        "throughput": lambda one, _: -one.tokens_per_second,
+    }
+)
+"""What of a row is the less the better; without a goal, all columns count (`distances`)."""
+DIGITS = 6  # in which rows have to differ, to be better or worse
+IN_WORDS = MappingProxyType(
+    {
+        "ttft": "is the first with its first token",
+        "tpot": "has the least time per token",
+        "latency": "is the first to answer a request that is alone",
+        "throughput": "has most tokens per second when full",
+    }
+)
+
+
+def distances(estimates: Sequence[Estimate]) -> list[float]:
+    """How far each row is behind the best of each column, 1 for a row that is best in all.
+
+    The geometric mean of the ratios to the least TTFT, the least TPOT and the most tokens per
+    second. A row that another is better than in one column, and equal to in the others, is
+    further behind than that: the first is behind none in all columns.
     """
-    num, most = target.machine.num_devices, most_parts(target.model)
-    size = max(size for size in range(1, min(num, most) + 1) if num % size == 0)
-    for tp in (tp for tp in range(least_tp(target), size + 1) if size % tp == 0):
-        degrees = f"dp={num // size},sp={size // tp},tp={tp},policy=threshold"
-        shifting = replace(deploy(target, degrees, **budgets), name="recommended")
-        memory, costs = memory_of(target, shifting), cost_model(target, shifting)
-        if memory.num_kv_tokens >= workload.num_tokens:
-            break
-    else:
-        return None
-    threshold = shift_threshold(costs) if shifting.sp > 1 else 0
-    weights = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9
-    reason = (
-        f"TP {tp} is the least whose share of the weights ({weights:.1f} GB of "
-        f"{target.machine.memory_bytes / 1e9:.0f} GB) leaves room for KV "
-        f"({memory.num_kv_tokens:,} tokens)"
+    ttft = min(one.ttft_seconds for one in estimates)
+    tpot = min(one.tpot_seconds for one in estimates)
+    most = max(one.tokens_per_second for one in estimates)
+    ratios = (
+        (e.ttft_seconds / ttft, e.tpot_seconds / tpot, most / e.tokens_per_second)
+        for e in estimates
     )
-    if shifting.sp > 1:
-        reason += (
-            f"; SP takes the rest ({shifting.sp}), because what it moves per token shrinks with "
-            f"SP. Steps of up to {threshold} tokens are quicker in SHIFT"
-        )
-    return replace(shifting, threshold=threshold), f"{reason}."
+    return [math.prod(each) ** (1 / 3) for each in ratios]
+
+
+def best_of(
+    estimates: Sequence[Estimate], workload: Workload, goal: str | None = None
+) -> Estimate | None:
+    """The row that is best for a goal, of equals the nearest to the best in all columns.
+
+    Without a goal that is the first criterion. Of rows that are equal in this, too, the one with
+    the least SP, which has fewer modes to compile. None: nothing fits.
+    """
+    fitting = [one for one in estimates if one.fits]
+    if not fitting:
+        return None
+
+    def rank(pair: tuple[float, Estimate]) -> tuple[float, float, int, int]:
+        behind, one = pair
+        cost = 0.0 if goal is None else GOALS[goal](one, workload)
+        return _rounded(cost), _rounded(behind), one.deployment.sp, one.deployment.pp
+
+    return min(zip(distances(fitting), fitting, strict=True), key=rank)[1]
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.{DIGITS}g}")
+
+
+def recommend(
+    target: Target, workload: Workload, goal: str | None = None, **budgets: Any
+) -> tuple[Deployment, str] | None:
+    """The best row of the table for a goal, with its threshold, and the reason; None: none fits.
+
+    Over several hosts it is one engine: replicas are told of beside it (`hosts_in_words`).
+    """
+    estimates = [estimate(target, each, workload) for each in all_deployments(target, **budgets)]
+    if target.machine.num_hosts > 1:
+        plain = [e for e in estimates if e.fits and e.deployment.pp == 1]
+        widest = min((e.deployment.dp for e in plain), default=1)
+        estimates = [e for e in plain if e.deployment.dp == widest]
+    best = best_of(estimates, workload, goal)
+    if best is None:
+        return None
+    chosen = best.deployment
+    reason = _reason([one for one in estimates if one.fits], best, goal)
+    if chosen.layout.gathers:  # a threshold leaves out the modes between, which gather less
+        chosen = replace(chosen, policy="cost")
+    elif chosen.sp > 1:
+        degrees = f"dp={chosen.dp},sp={chosen.sp},tp={chosen.tp},policy=threshold"
+        chosen = deploy(target, degrees, **budgets)
+        threshold = shift_threshold(cost_model(target, chosen))
+        chosen = replace(chosen, threshold=threshold)
+        reason += f". Steps of up to {threshold:,} tokens are quicker in SHIFT"
+    return replace(chosen, name="recommended"), f"{reason}."
+
+
+def degree_flags(deployment: Deployment) -> str:
+    """The flags of `shiftjax serve` that make its mesh."""
+    degrees = deployment.dp, deployment.pp
+    named = zip(("--dp", "--pp"), degrees, strict=True)
+    flags = [f"{flag} {degree}" for flag, degree in named if degree > 1]
+    flags += [f"--sp {deployment.sp}", f"--tp {deployment.tp}"]
+    return " ".join(flags + (["--weights gather"] if deployment.layout.gathers else []))
+
+
+def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> str:
+    """Why this row, in a sentence or two without the full stop."""
+    name = best.deployment.name.strip()
+    if goal is not None:
+        return f"{name} {IN_WORDS[goal]}, of {len(fitting)} that fit"
+    ttft = best.ttft_seconds / min(one.ttft_seconds for one in fitting)
+    tpot = best.tpot_seconds / min(one.tpot_seconds for one in fitting)
+    share = best.tokens_per_second / max(one.tokens_per_second for one in fitting)
+    return (
+        f"{name} takes {ttft:.2f} times the least time to the first token, {tpot:.2f} times the "
+        f"least per token, and has {share:.0%} of the most tokens per second. The product of these "
+        f"ratios is the least of {len(fitting)} that fit, so none is better in all three; "
+        f"--goal {', '.join(GOALS)} ask for one of them"
+    )
 
 
 # ------------------------------------------------------------------ several hosts
@@ -153,8 +243,8 @@ def hosts_in_words(target: Target, workload: Workload, **budgets: Any) -> str:
     if min(room, target.model.max_position_embeddings) <= longest:
         limit = "has room for no longer requests"
     return (
-        f"replicas: a server on each of {hosts} hosts (--sp {own.sp} --tp {own.tp}) behind a "
-        f"router has {_figures(alone, hosts)}; one engine over all of them has "
+        f"replicas: a server on each of {hosts} hosts ({degree_flags(own)}) behind a router has "
+        f"{_figures(alone, hosts)}; one engine over all of them has "
         f"{_figures(over_all)}, and {limit}"
     )
 

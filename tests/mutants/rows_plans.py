@@ -5,7 +5,13 @@ from mutant import Mutant
 ARRIVALS = "shiftjax/sim/arrivals.py"
 REPLAY = "shiftjax/sim/replay.py"
 
+PLANNING = "shiftjax/sim/planning.py"
+ESTIMATE = "shiftjax/sim/estimate.py"
+MESH = "shiftjax/sim/chosen_mesh.py"
+
 TEST_LOOP = ("tests/sim/test_closed_loop.py",)
+TEST_BEST = ("tests/sim/test_recommend.py",)
+TEST_MESH = ("tests/sim/test_chosen_mesh.py",)
 
 ROWS: tuple[Mutant, ...] = (
     Mutant(
@@ -34,5 +40,30 @@ ROWS: tuple[Mutant, ...] = (
         "return replace(found, arrival_seconds=heapq.heappop(self._free_at))",
         "heapq.heappop(self._free_at)\n        return found",
         TEST_LOOP, "times to first tokens count from the start of the run",
+    ),
+    Mutant(
+        "throughput does not count for a recommendation", "plans", PLANNING,
+        "e.tpot_seconds / tpot, most / e.tokens_per_second)", "e.tpot_seconds / tpot)",
+        TEST_BEST, "rows are recommended that others dominate",
+    ),
+    Mutant(
+        "a goal is what a row has least of", "plans", PLANNING,
+        "lambda one, _: -one.tokens_per_second", "lambda one, _: one.tokens_per_second",
+        TEST_BEST, "the slowest is recommended for throughput",
+    ),
+    Mutant(
+        "what has no room takes no time", "plans", ESTIMATE,
+        "getattr(self, name) if self.fits else None", "getattr(self, name)",
+        TEST_BEST, "a row of zeros looks like the quickest",
+    ),
+    Mutant(
+        "models with experts keep the rule", "plans", MESH,
+        "target.model.experts is not None\n        and", "False\n        and",
+        TEST_MESH, "an engine starts in a mesh twice as slow as the best",
+    ),
+    Mutant(
+        "a mesh is chosen over the settings'", "plans", MESH,
+        "        and all(each is None for each in says)\n", "",
+        TEST_MESH, "--sp and --tp mean nothing to a model with experts",
     ),
 )  # fmt: skip

@@ -58,11 +58,11 @@ def test_every_machine_plans_and_says_where_its_constants_are_from(capsys, machi
 
 
 def test_a_recommendation_without_sp_speaks_of_no_shift(capsys):
-    assert main(["plan", "--model", "llama-70b", "--machine", "l40sx8"]) == 0
+    assert main(["plan", "--model", "qwen3-30b-a3b"]) == 0
     _, _, after = capsys.readouterr().out.partition("recommended: ")
     first, reason, *_ = after.splitlines()
-    assert first == "--sp 1 --tp 8"
-    assert "TP 8 is the least" in reason and "SHIFT" not in reason
+    assert first == "--dp 2 --sp 1 --tp 4"
+    assert "none is better in all three" in reason and "SHIFT" not in reason
 
 
 ADVICE = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", "500")
@@ -103,7 +103,27 @@ def test_plan_recommends_nothing_that_has_no_room(capsys):
     assert main([*argv, "--input", "1000000000"]) == 2
     assert "are more than the 131,072 of llama-3.1-8b" in capsys.readouterr().err
     assert main([*argv, "--input", "100000"]) == 0
-    assert "recommended: --sp 4 --tp 2" in capsys.readouterr().out  # TP 1 has room for less
+    table, _, after = capsys.readouterr().out.partition("recommended: ")
+    assert after.startswith("--sp 8 --tp 1 ")
+    short = next(line for line in table.splitlines() if "dp8 sp1 tp1" in line)
+    assert re.search(r"room for [\d,]+ tokens .* - +- +-$", short)  # no row of zeros
+
+
+def test_plan_says_how_long_a_request_may_be(capsys):
+    argv = ("--model", "llama-70b", "--machine", "a10x8", "--input", "100000")
+    assert main(["plan", *argv]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    words = r"nothing is recommended: .* 100,000 \+ 250 tokens; the longest is one of ([\d,]+), in"
+    longest = re.match(words, last)
+    assert longest is not None and 10_000 < int(longest[1].replace(",", "")) < 100_250
+
+
+def test_a_goal_chooses_the_row(capsys):
+    argv = ("plan", "--model", "qwen3-30b-a3b", "--machine", "h200x8")
+    assert main([*argv, "--goal", "throughput"]) == 0
+    after = capsys.readouterr().out.partition("recommended: ")[2]
+    assert after.startswith("--dp 8 --sp 1 --tp 1")
+    assert "has most tokens per second when full, of 16 that fit" in after
 
 
 def test_a_model_may_be_a_config_json(capsys):
@@ -154,8 +174,9 @@ def test_plan_writes_rows_and_plots(capsys, tmp_path):
 
 
 def test_plan_says_when_nothing_fits(capsys):
-    assert main(["plan", "--model", "llama-17b-16e", "--machine", "l4x8"]) == 2
-    assert "do not fit" in capsys.readouterr().err
+    assert main(["plan", "--model", "llama-17b-16e", "--machine", "l4x8"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"dp1 sp1 tp8 misses [\d.]+ GB on each device for the weights", out)
 
 
 def test_simulate_compares_and_writes_rows(capsys, tmp_path):
@@ -287,6 +308,7 @@ def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
         ((*ADVICE, *LIMITS, "--gpu-price", "-1"), "--gpu-price must be above 0"),
         ((*ADVICE, *LIMITS, "--window", "0:9"), "--window is for --trace"),
         ((*ADVICE, *LIMITS, "--compile", "1x2"), "drop it, or --rate"),
+        ((*ADVICE, *LIMITS, "--goal", "ttft"), "--goal is of the table"),
         ((*ADVICE, *LIMITS, "--trace", "t.jsonl"), "--input: --trace has lengths of its own"),
         (("plan", *LIMITS, "--trace", "t", "--output", "9"), "--output: --trace has lengths"),
         (("plan", "--percentile", "50"), "--rate, --ttft, --tpot is missing"),

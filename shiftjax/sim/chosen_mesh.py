@@ -1,0 +1,62 @@
+"""The mesh of a model with experts, by predicted costs, where the settings leave it open. No JAX.
+
+A dense model's is the rule's (`deploy.resolve.base_rule`): the least TP, and SP over the rest. With
+experts a step reads little of the weights for each token, so that what devices tell each other
+costs more than a replica does, and the rule's one wide group is far from the best.
+"""
+
+import logging
+from dataclasses import replace
+
+from shiftjax.config import SERVER_BUDGETS, EngineConfig
+from shiftjax.options import ConfigError
+from shiftjax.sim.estimate import Workload, estimate
+from shiftjax.sim.modelled import Target
+from shiftjax.sim.planning import all_deployments, best_of
+
+PROMPT, OUTPUT = 4096, 250  # tokens of the requests that a mesh is chosen for
+_OWN = (*SERVER_BUDGETS, "block_size", "memory_fraction", "max_model_len", "prefix_caching")
+logger = logging.getLogger(__name__)
+
+
+def leaves_mesh_open(config: EngineConfig, target: Target) -> bool:
+    """Whether nothing in the settings says how the devices of one host are grouped."""
+    parallel = config.parallel
+    says = parallel.sp, parallel.tp, parallel.phases
+    return (
+        target.model.experts is not None
+        and all(each is None for each in says)
+        and (parallel.dp, parallel.pp) == (1, 1)
+        and not (parallel.gathers or config.fleet.fleet or config.host.is_one_of_several)
+        and target.machine.num_hosts == 1
+    )
+
+
+def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
+    """The settings with dp, sp and tp of the recommended row, where they leave these open.
+
+    As they are for a dense model, and where nothing fits: whoever resolves them says why.
+    """
+    if not leaves_mesh_open(config, target):
+        return config
+    devices = config.parallel.devices or target.machine.num_devices
+    target = replace(target, machine=replace(target.machine, num_devices=devices))
+    most = config.model.max_model_len or target.model.max_position_embeddings
+    prompt = max(1, min(PROMPT, most - OUTPUT))
+    workload = Workload(prompt, min(OUTPUT, max(1, most - prompt)))
+    given = config.flat()
+    own = {name: given[name] for name in _OWN if given[name] is not None}
+    try:
+        deployments = all_deployments(target, **own, drafts=config.drafts)
+    except ConfigError:
+        return config
+    plain = [each for each in deployments if each.pp == 1 and not each.layout.gathers]
+    best = best_of([estimate(target, each, workload) for each in plain], workload)
+    if best is None:
+        return config
+    dp, sp, tp = (getattr(best.deployment, name) for name in ("dp", "sp", "tp"))
+    logger.info(
+        "experts on %d devices: dp %d, sp %d, tp %d by predicted costs; --sp and --tp say others",
+        *(devices, dp, sp, tp),
+    )
+    return replace(config, parallel=replace(config.parallel, dp=dp, sp=sp, tp=tp))
