@@ -1,22 +1,17 @@
 """Published figures beside what the simulator gives, with one set of constants; Markdown.
 
-    python scripts/labs/published_figures.py [PART ...] [--mooncake FILE]
+    python scripts/labs/published_figures.py [PART ...]
     python scripts/labs/published_figures.py check --write
 
 `fit` and `check` are the tables of `benchmarks/published`: figures that constants were fitted to,
 and figures that only check them. `check --write` renews `shiftjax/sim/error_bands.csv`.
 
-Shift Parallelism (arXiv 2509.16495): Llama-70B, FP8 weights and KV, 8 x H200, 4,096 tokens in and
-250 out, the `vllm` engine. Its bursty trace is not published; `BURSTS` is ours. Seesaw (arXiv
+Evaluations of papers are `shiftjax reproduce`. Seesaw (arXiv
 2503.06433): CodeLlama-34B on 8 x A10. TensorRT-LLM: some lengths of its performance overview of
 version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of its own.
-`experts`: mixtures of experts with even routing and with `SKEW`, the pairs of the most loaded
-device over the mean: what loads that follow a power law cost over even ones in the tables of
-ai-dynamo/aiconfigurator (4 H200s, 4,096 tokens or more, TensorRT-LLM 1.3.0rc10: 1.30 to 1.35).
-`suffix`: Arctic Inference's figures for Llama-3.1-70B (Snowflake's engineering blog, 2025).
-`mooncake` replays the first 15 minutes of that trace the way the published runs did (Arctic
-Inference, benchmark/reproducibility): Qwen-32B, steps of up to 131,072 tokens, no prefix cache.
-All parts take about ten minutes.
+`experts`: a mixture of experts with `SKEW`, the pairs of the most loaded device over the mean: what
+loads that follow a power law cost over even ones in the tables of ai-dynamo/aiconfigurator (4
+H200s, 4,096 tokens or more, TensorRT-LLM 1.3.0rc10: 1.30 to 1.35). All parts take minutes.
 """
 
 import argparse
@@ -29,27 +24,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.costs.work import Work
-from shiftjax.deploy.deployment import Deployment
-from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.fleet.setup import move_costs
-from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.error_bands import FILE as BANDS
-from shiftjax.sim.experiments import choose_deployments, saturation_rate, target_from
+from shiftjax.sim.experiments import choose_deployments, target_from
 from shiftjax.sim.hindsight import Oracle
-from shiftjax.sim.modelled import Target, cost_model, memory_of
+from shiftjax.sim.modelled import Target, memory_of
 from shiftjax.sim.named import STANDARD, deploy, standard_deployments
 from shiftjax.sim.published import error_rows, read_figures
 from shiftjax.sim.replay import replay
-from shiftjax.sim.replay_metrics import makespan, peak_throughput, summary
-from shiftjax.sim.trace import TraceRequest, load_trace, on_off_times, requests_at, window
+from shiftjax.sim.replay_metrics import makespan, peak_throughput
+from shiftjax.sim.trace import TraceRequest, on_off_times, requests_at
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
 PROMPT, OUTPUT = 4096, 250
-BURSTS = requests_at(on_off_times(1, 10, 120, 30, 600), PROMPT, OUTPUT)
 FLYING_QUIET = 45.0  # seconds before the first burst
 FLYING = requests_at(on_off_times(2, 20, 60, 60 - FLYING_QUIET, 120), PROMPT, OUTPUT)
-NAMES = ("dp", "tp", "shift")
 Figure = tuple[str, float, float]  # what, published, simulated
 
 LENGTHS = ((128, 2048, 3000), (1000, 1000, 3000), (2048, 128, 3000), (5000, 500, 1500))
@@ -59,10 +48,6 @@ SEESAW = {"articles": (3000, 200, 500), "ShareGPT": (250, 320, 2000)}
 SEESAW_BUDGETS = (512, 2048, 8192)
 SEESAW_STATIC = ("pp8", "pp4tp2", "pp2tp4", "tp8")
 SEESAW_PHASES = ("pp8:tp8", "pp8:pp2tp4")
-SUFFIX = (  # what, published tokens/s, tokens per step and share accepted of a replay
-    ("ShareGPT (as MT-bench references)", 113, 1.56, 0.33),
-    ("HumanEval (as edits of its functions)", 148, 4.77, 0.78),
-)
 SKEW = 1.33
 TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
     ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
@@ -76,53 +61,6 @@ TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
 def target(model: str, machine: str, engine: str = "vllm", dtype: str = "fp8") -> Target:
     """A target by names."""
     return target_from({"model": model, "machine": machine, "engine": engine, "dtype": dtype})
-
-
-def quiet() -> Iterator[Figure]:
-    """One request at a time."""
-    llama = target("llama-70b", "h200x8")
-    costs = cost_model(llama, standard_deployments(llama)["shift"])
-    tpot = costs.seconds(costs.layout.shift, Work.decode(1, PROMPT + OUTPUT // 2))
-    yield "lowest TPOT, ms", 9.34, 1e3 * tpot
-    base, tp = (
-        costs.seconds(mode, Work.prefill(PROMPT))
-        for mode in (costs.layout.base, costs.layout.shift)
-    )
-    yield "TTFT, TP over Shift", 1.56, tp / base
-
-
-def saturated() -> Iterator[Figure]:
-    """All requests at once."""
-    llama = target("llama-70b", "h200x8")
-    deployments = standard_deployments(llama)
-    rate = {n: saturation_rate(llama, deployments[n], PROMPT, OUTPUT) for n in NAMES}
-    yield "peak throughput, TP over DP", 0.54, rate["tp"] / rate["dp"]
-    yield "peak throughput, Shift over DP", 0.82, rate["shift"] / rate["dp"]
-    # Flying Serving: 1.22 x Shift's peak throughput is 95.5% of DP's
-    yield "the same, from Flying Serving", 0.955 / 1.22, rate["shift"] / rate["dp"]
-
-
-def bursts() -> Iterator[Figure]:
-    """The bursty workload: ratios, then absolute values."""
-    llama = target("llama-70b", "h200x8")
-    deployments = standard_deployments(llama)
-    runs = {name: replay(BURSTS, llama, deployments[name]) for name in NAMES}
-    rows = {name: summary(run) for name, run in runs.items()}
-    ttft = {name: 1e3 * row["ttft_p50_seconds"] for name, row in rows.items()}
-    tpot = {name: 1e3 * row["tpot_p50_seconds"] for name, row in rows.items()}
-    peak = {name: row["peak_tokens_per_second"] for name, row in rows.items()}
-    published = {
-        "peak tokens/s": (peak, (75_535, 51_162, 69_147)),
-        "median TTFT, ms": (ttft, (1355, 3930, 148)),
-        "median TPOT, ms": (tpot, (83, 85, 51)),
-    }
-    for what, (simulated, values) in published.items():
-        for name, value in zip(NAMES[1:], values[1:], strict=True):
-            ratio = simulated[name] / simulated["dp"]
-            yield f"bursts, {what.split(',')[0]}: {name} over dp", value / values[0], ratio
-    for what, (simulated, values) in published.items():
-        for name, value in zip(NAMES, values, strict=True):
-            yield f"bursts, {what}: {name}", value, simulated[name]
 
 
 def flying() -> Iterator[Figure]:
@@ -155,30 +93,6 @@ def flying() -> Iterator[Figure]:
         yield f"peak throughput over Shift: {name}", 1.22, peak[name] / peak["shift"]
         more = 1e3 * (quiet_ttft[name] - quiet_ttft["tp"])
         yield f"TTFT when quiet over TP, ms: {name}", 12, more
-
-
-def suffix() -> Iterator[Figure]:
-    """Suffix decoding alone, one request: output tokens/s.
-
-    Published for 8 x H100 without a number format: taken to be the checkpoint's own. No acceptance
-    was published: those here are of our own replays of other texts (docs/results/speculation.md),
-    so nothing but the first figure tests the model.
-    """
-    llama = target("llama-70b", "h100x8", dtype="bfloat16")
-    drafts = DraftOptions(speculation="suffix", fixed_drafts=True)
-    plain, drafting = (
-        standard_deployments(llama, ("tp",), drafts=each)["tp"] for each in (NO_DRAFTS, drafts)
-    )
-    request = [TraceRequest(0.0, 512, 2000)]
-
-    def rate(deployment: Deployment, acceptance: AcceptanceModel | None = None) -> float:
-        (one,) = replay(request, llama, deployment, acceptance=acceptance).requests
-        return 1 / (one.tpot or math.inf)
-
-    yield "without drafts (ShareGPT)", 76, rate(plain)
-    for what, published, tokens, share in SUFFIX:
-        figures = {"tokens_per_step": tokens, "accepted_of_drafted": share}
-        yield what, published, rate(drafting, acceptance_from(figures))
 
 
 def seesaw() -> Iterator[Figure]:
@@ -237,30 +151,10 @@ def output_rates(
 
 
 def experts() -> Iterator[Figure]:
-    """Mixtures of experts, with even routing and with uneven.
-
-    The lengths behind Qwen's 225,000 tokens/s (arXiv 2509.16495) are taken to be those of Llama's.
-    """
-    qwen = target("qwen-30b-a3b", "h200x8")
-    for name, published in (("dp", 225_000), ("tp", 150_000)):
-        rate = saturation_rate(qwen, standard_deployments(qwen)[name], PROMPT, OUTPUT)
-        yield f"Qwen-30B-A3B, {name}, even", published, rate * (PROMPT + OUTPUT)
+    """A mixture of experts with uneven routing."""
     row = ("llama-17b-16e", "h200x8", 4)
     for what, published, simulated in output_rates(*row, TENSORRT_LLM[row], SKEW):
         yield f"{what}, skew {SKEW}", published, simulated
-
-
-def mooncake(path: Path) -> Iterator[Figure]:
-    """Minutes that the first 15 minutes of the trace take."""
-    qwen = target("qwen-32b", "h200x8")
-    config = replace(qwen.model, max_position_embeddings=131_072)  # by YaRN
-    qwen = replace(qwen, model=config)
-    budgets = {"max_num_batched_tokens": 131_072, "block_size": 128, "prefix_caching": False}
-    deployments = standard_deployments(qwen, threshold=512, **budgets)
-    requests = window(load_trace(path), 0, 900)
-    for name, minutes in {"shift": 15, "sp": 15, "tp": 60, "dp": 150}.items():
-        run = replay(requests, qwen, deployments[name])
-        yield f"Mooncake, Qwen-32B, {name}: minutes", minutes, makespan(run) / 60
 
 
 def show(figures: Iterator[Figure]) -> None:
@@ -304,27 +198,22 @@ def write_bands(rows: list[dict[str, Any]]) -> None:
 
 
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
-    part.__name__: part
-    for part in (quiet, saturated, bursts, flying, suffix, seesaw, tensorrt_llm, experts, mooncake)
+    part.__name__: part for part in (flying, seesaw, tensorrt_llm, experts)
 }
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="published figures beside simulated ones")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="conversation_trace.jsonl")
     parser.add_argument("--write", action="store_true", help="renew the error bands")
     arguments = parser.parse_args()
     known = (*PARTS, "fit", "check")
     if unknown := set(arguments.parts) - set(known):
         parser.error(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
-    if "mooncake" in arguments.parts and not arguments.mooncake:
-        parser.error("the part mooncake needs --mooncake FILE")
     for name in {"fit", "check"} & set(arguments.parts):
         rows = of_table(name)
         if name == "check" and arguments.write:
             write_bands(rows)
-    every = [name for name in PARTS if name != "mooncake" or arguments.mooncake]
     chosen = [name for name in arguments.parts if name in PARTS]
-    for name in chosen if arguments.parts else every:
+    for name in chosen if arguments.parts else PARTS:
         print(f"{PARTS[name].__doc__}\n")
-        show(mooncake(arguments.mooncake) if name == "mooncake" else PARTS[name]())
+        show(PARTS[name]())

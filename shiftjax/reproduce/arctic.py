@@ -13,7 +13,7 @@ from shiftjax.arch.presets import preset
 from shiftjax.costs.work import Work
 from shiftjax.draft_options import DraftOptions
 from shiftjax.reproduce.figures import Figure, Options, Published
-from shiftjax.reproduce.runs import alone, by_name, steady_rate, target
+from shiftjax.reproduce.measures import alone, by_name, steady_rate, target
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.replay import replay

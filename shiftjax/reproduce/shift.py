@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.reproduce.figures import Curve, Figure, Options, Published
-from shiftjax.reproduce.runs import (
+from shiftjax.reproduce.measures import (
     LONGEST,
     alone,
     batch_rate,

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from shiftjax.reproduce.figures import Curve, Figure, Options, Published
-from shiftjax.reproduce.runs import by_name, target
+from shiftjax.reproduce.measures import by_name, target
 from shiftjax.reproduce.trace_files import find_trace
 from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.replay_metrics import makespan, summary

@@ -10,18 +10,18 @@ from shiftjax.sim.trace import TraceRequest, load_trace
 class TraceFile(NamedTuple):
     """A trace that is not part of this package."""
 
-    patterns: tuple[str, ...]  # of its name, the one that is looked for first in front
+    names: tuple[str, ...]  # of files, in the order in which they are looked for
     published: str
 
 
 TRACES: Mapping[str, TraceFile] = {
     "azure": TraceFile(
-        ("AzureLLMInferenceTrace_code.csv",),
-        "in Azure/AzurePublicDataset, AzureLLMInferenceDataset2023",
+        ("AzureLLMInferenceTrace_code_15mins.jsonl", "AzureLLMInferenceTrace_code.csv"),
+        "as DOI 10.5281/zenodo.18240909, and whole in Azure/AzurePublicDataset",
     ),
     "mooncake": TraceFile(
-        ("conversation_trace.jsonl",),
-        "in kvcache-ai/Mooncake, FAST25-release/traces",
+        ("conversation_trace_15mins.jsonl", "conversation_trace.jsonl"),
+        "as DOI 10.5281/zenodo.18240909, and whole in kvcache-ai/Mooncake",
     ),
 }
 
@@ -32,10 +32,10 @@ def find_trace(name: str, folder: Path | None) -> list[TraceRequest] | str:
     Raises ConfigError for a file that is no trace.
     """
     trace = TRACES[name]
-    wanted = f"{trace.patterns[0]}, published {trace.published}"
+    wanted = f"{' or '.join(trace.names)}, published {trace.published}"
     if folder is None:
         return f"Not run: needs --traces with {wanted}."
-    for pattern in trace.patterns:
-        if found := sorted(folder.rglob(pattern)):
+    for file in trace.names:
+        if found := sorted(folder.rglob(file)):
             return load_trace(found[0])
     return f"Not run: {folder} lacks {wanted}."

@@ -2,6 +2,7 @@
 
 Azure LLM inference 2023   CSV    TIMESTAMP, ContextTokens, GeneratedTokens (Splitwise, 2024)
 Mooncake                   JSONL  timestamp (ms), input_length, output_length, hash_ids
+vLLM's bench, patched      JSONL  timestamp (ms), input_length, output_length (arXiv 2509.16495)
 BurstGPT                   CSV    Timestamp (s), Model, Request tokens, Response tokens, ...
 our own                    JSONL  arrival_seconds, prompt_tokens, output_tokens, and, if any,
                                   prefix_ids, priority
@@ -100,6 +101,7 @@ def _reader_for(first: str) -> tuple[Rows, Make] | None:
         "ContextTokens": (_csv_rows, _azure),
         "Request tokens": (_csv_rows, _burstgpt),
         '"hash_ids"': (_json_rows, _mooncake),
+        '"input_length"': (_json_rows, _timed),
         '"arrival_seconds"': (_json_rows, _own),
     }
     return next((read for mark, read in marks.items() if mark in first), None)
@@ -146,6 +148,12 @@ def _mooncake(line: str) -> TraceRequest:
     row = json.loads(line)
     lengths = int(row["input_length"]), int(row["output_length"])
     return TraceRequest(row["timestamp"] / 1000, *lengths, _list(row["hash_ids"]))
+
+
+def _timed(line: str) -> TraceRequest:
+    row = json.loads(line)
+    lengths = int(row["input_length"]), int(row["output_length"])
+    return TraceRequest(row["timestamp"] / 1000, *lengths)
 
 
 def _own(line: str) -> TraceRequest:

@@ -4,8 +4,8 @@ import pytest
 
 from shiftjax.reproduce import arctic
 from shiftjax.reproduce.figures import Options, published
+from shiftjax.reproduce.measures import alone, by_name, target
 from shiftjax.reproduce.run import results_of
-from shiftjax.reproduce.runs import alone, by_name, target
 
 QUICK = Options(quick=True)
 
