@@ -11,6 +11,8 @@ from types import MappingProxyType
 PAPERS: Mapping[str, str] = MappingProxyType(
     {
         "shift": "Shift Parallelism: latency and throughput of DP, TP, SP and Shift",
+        "seesaw": "Seesaw: PP for prompts and TP for decodes, in turns",
+        "flying": "Flying Serving: DP groups that bind to TP while they serve",
         "arctic": "Arctic Inference: Shift, SwiftKV and drafts together; embeddings",
     }
 )

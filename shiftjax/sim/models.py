@@ -26,6 +26,16 @@ _PLANNED = (
         *("qwen3-14b", {"architecture": "qwen3", "vocab_size": 151_936} | _LONG),
         *(5120, 17_408, 40, 40, 8, 128),
     ),
+    preset(  # elinas/Llama-3-15B-Instruct-zeroed's config.json: Llama-3-8B with layers twice
+        "llama-3-15b",
+        {
+            "architecture": "llama",
+            "vocab_size": 128_256,
+            "max_position_embeddings": 8192,
+            "rope_theta": 500_000.0,
+        },
+        *(4096, 14_336, 64, 32, 8, 128),
+    ),
     preset(  # Llama 4 Scout's config.json, text part: every layer has experts
         "llama-17b-16e",
         {"architecture": "llama", "vocab_size": 202_048} | _LONG,
