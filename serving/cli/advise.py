@@ -1,24 +1,60 @@
-"""`shiftjax plan --rate`: the least GPUs for a load."""
+"""`shiftjax plan --rate`: the least GPUs for a load; `plan --gpus`: the most load for GPUs."""
 
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from serving.cli.mesh_flags import LENGTH_CV, MARGIN
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.options import ConfigError
-from shiftjax.sim.advice import Advice, Goal, Load, advise, in_words
+from shiftjax.sim.advice import MOST_REPLAYS, Advice, least_devices
+from shiftjax.sim.advice_words import in_words
+from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import as_text
+from shiftjax.sim.load import Limits, even_load, load_of
 from shiftjax.sim.modelled import Target
+from shiftjax.sim.most_load import most_load
 from shiftjax.sim.report import Report, pareto
-from shiftjax.sim.trace import MOST_CV
+from shiftjax.sim.serve_command import settings_file
+from shiftjax.sim.servers import all_servers
+from shiftjax.sim.slo_curve import curve_rows, slo_curve
+from shiftjax.sim.trace import MOST_CV, TraceRequest
+from shiftjax.sim.trials import Trials
 
 NEEDED = ("rate", "ttft", "tpot")
-ASKED = (*NEEDED, "percentile", "gpu_price", "length_cv", "trace", "window")
+ASKED = (*NEEDED, "gpus", "percentile", "gpu_price", "length_cv", "margin", "trace", "window")
 PERCENTILE = 90
+ENGINE = "engine.yaml"  # for `shiftjax serve --config`
+LENGTHS = "--trace has lengths of its own: drop one"
+CLASHES = (
+    ("input", "trace", f"--input: {LENGTHS}"),
+    ("output", "trace", f"--output: {LENGTHS}"),
+    ("length_cv", "trace", f"--length-cv: {LENGTHS}"),
+    ("rate", "gpus", "--gpus asks how many requests/s they answer: drop it, or --rate"),
+    ("gpu_price", "gpus", "--gpu-price chooses how many GPUs, and --gpus says it: drop one"),
+)
+"""A flag, one that it makes no sense with, and why."""
+WHOLE = {
+    "compile": "--compile compiles the meshes of a whole machine: drop it, or --rate",
+    "kernels": "--kernels is of one machine, whole: drop it, or --rate",
+}
+BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("length_cv", lambda cv: 0 <= cv <= MOST_CV, f"a number from 0 to {MOST_CV:g}"),
+    ("margin", lambda share: 0 <= share < 1, "a share of the limits, from 0 to less than 1"),
+    ("gpus", lambda num: num >= 1, "at least 1"),
+)
+
+
+class Sought(NamedTuple):
+    """A model on the first of the machines, settings that are given, and whether KV's format is."""
+
+    target: Target
+    settings: Mapping[str, Any]
+    is_cache_open: bool
 
 
 def is_asked(arguments: argparse.Namespace) -> bool:
@@ -26,49 +62,70 @@ def is_asked(arguments: argparse.Namespace) -> bool:
     given = {name: getattr(arguments, name) for name in ASKED}
     if all(value is None for value in given.values()):
         return False
-    if given["trace"] is not None and given["rate"] is None:
-        given["rate"] = 1.0  # its own
+    if given["rate"] is None and (given["trace"] is not None or given["gpus"] is not None):
+        given["rate"] = 1.0  # the trace's own, or the one that is looked for
     missing = ", ".join(f"--{name}" for name in NEEDED if given[name] is None)
     if missing:
-        raise ConfigError([f"to find the least GPUs for a load, {missing} is missing"])
+        words = "to find the least GPUs for a load, or with --gpus the most load for them"
+        raise ConfigError([f"{words}, {missing} is missing"])
+    without = {"trace": given["trace"] is not None, "gpus": given["gpus"] is not None}
+    problems = [words for name, flag, words in CLASHES if without[flag] and _has(arguments, name)]
     if given["window"] is not None and given["trace"] is None:
-        raise ConfigError(["--window is for --trace"])
-    if arguments.compile is not None:
-        raise ConfigError(["--compile compiles the meshes of a whole machine: drop it, or --rate"])
-    if arguments.kernels is not None:
-        raise ConfigError(["--kernels is of one machine, whole: drop it, or --rate"])
-    names = ("input", "output", "length_cv")
-    lengths = [name for name in names if getattr(arguments, name) is not None]
-    if given["trace"] is not None and lengths:
-        words = "--trace has lengths of its own: drop one"
-        raise ConfigError([f"--{name.replace('_', '-')}: {words}" for name in lengths])
-    if not 0 <= (given["length_cv"] or 0.0) <= MOST_CV:
-        raise ConfigError([f"--length-cv must be a number from 0 to {MOST_CV:g}"])
+        problems.append("--window is for --trace")
+    problems += [words for name, words in WHOLE.items() if _has(arguments, name)]
     wrong = [f"--{name}" for name in NEEDED if not 0 < given[name] < math.inf]
-    if wrong:
-        raise ConfigError([f"{name} must be a number above 0" for name in wrong])
+    problems += [f"{name} must be a number above 0" for name in wrong]
+    problems += [
+        f"--{name.replace('_', '-')} must be {words}"
+        for name, is_good, words in BOUNDS
+        if given[name] is not None and not is_good(given[name])
+    ]
+    if problems:
+        raise ConfigError(problems)
     return True
 
 
-def least_gpus(
+def _has(arguments: argparse.Namespace, name: str) -> bool:
+    return getattr(arguments, name) is not None
+
+
+def decide(
     arguments: argparse.Namespace,
-    target: Target,
-    settings: Mapping[str, Any],
-    load: Load,
+    sought: Sought,
+    workload: Callable[[], Workload],
+    requests: Sequence[TraceRequest] | None,
 ) -> int:
-    """Print the advice and all that was tried; 1 where nothing answers the load."""
+    """Print the advice and all that was tried; 1 where nothing keeps the limits."""
+    target, settings, is_cache_open = sought
     names = arguments.machine.split(",")
     targets = [replace(target, machine=load_machine(name, arguments.hosts)) for name in names]
     prices = _prices(arguments.gpu_price, [each.machine.name for each in targets])
-    rate: float = arguments.rate or load.rate or 0.0
-    goal = Goal(rate, arguments.ttft, arguments.tpot, arguments.percentile or PERCENTILE)
-    advice = advise(targets, load, goal, prices, **settings)
-    rows = [trial.row(prices) for trial in advice.trials]
+    limits = Limits(arguments.ttft, arguments.tpot, arguments.percentile or PERCENTILE)
+    longest = target.model.max_position_embeddings
+    if requests:
+        load = load_of(requests, longest)
+    else:
+        cv = LENGTH_CV if arguments.length_cv is None else arguments.length_cv
+        load = even_load(workload(), limits, cv, longest)
+    margin = MARGIN if arguments.margin is None else arguments.margin
+    trials = Trials(load, limits, margin, MOST_REPLAYS)
+    field = all_servers(targets, load, limits, is_cache_open, settings)
+    if arguments.gpus is not None:
+        advice = most_load(field, trials, arguments.gpus, settings)
+    else:
+        rate: float = arguments.rate or load.rate or 0.0
+        advice = least_devices(field, trials, rate, prices, settings)
+    words = in_words(advice, prices, arguments.model or "")
+    print(words)
+    rows = [trial.row(prices) for trial in trials.all]
     if rows:
-        print(as_text(rows), end="\n\n")
-    print(in_words(advice, prices))
+        print("\nAll that was tried, in order:\n" + as_text(rows))
     if arguments.out:
-        _write(arguments.out, advice, load, prices)
+        _write(arguments.out, advice, prices, words)
+        if advice.best:
+            model = arguments.model or target.model.name
+            text = settings_file(model, advice.best.deployment)
+            (arguments.out / ENGINE).write_text(text, encoding="utf-8")
     return 0 if advice.best else 1
 
 
@@ -91,19 +148,27 @@ def _prices(text: str | None, machines: Sequence[str]) -> dict[str, float]:
     return prices
 
 
-def _write(out: Path, advice: Advice, load: Load, prices: Mapping[str, float]) -> None:
+def _write(out: Path, advice: Advice, prices: Mapping[str, float], words: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
+    trials = advice.trials
+    rows = [trial.row(prices) for trial in trials.all]
     data = {
-        "goal": advice.goal._asdict(),
-        "mean_lengths": vars(load.mean),
-        "advice": in_words(advice, prices),
+        "asked": advice.question._asdict(),
+        "limits": trials.limits._asdict() | {"margin": trials.margin},
+        "mean_lengths": vars(trials.load.mean),
+        "advice": words,
         "best": advice.best.row(prices) if advice.best else None,
         "not_tried": advice.reasons,
     }
     (out / "advice.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    report = Report("the least GPUs for a load", out)
-    report.text(in_words(advice, prices))
-    report.table("tried", [trial.row(prices) for trial in advice.trials], "trials")
-    if advice.trials:
-        report.plot("tokens per second of a device and of a user", pareto(advice.trials))
+    title = "the least GPUs for a load" if advice.question.rate else "the most load for GPUs"
+    report = Report(title, out)
+    for line in words.splitlines():
+        report.text(line)
+    report.table("tried", rows, "trials")
+    if by_rate := curve_rows(advice):
+        report.plot("share of requests inside the limits by rate", slo_curve(advice, by_rate))
+        report.table("by rate", by_rate, "by_rate")
+    if trials.all:
+        report.plot("tokens per second of a device and of a user", pareto(trials.all))
     report.save()

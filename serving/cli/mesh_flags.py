@@ -13,6 +13,8 @@ Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
 PERCENTILES = (50, 90, 99)
 PROMPT, OUTPUT = 4096, 250  # tokens
 GOALS = ("ttft", "tpot", "latency", "throughput")  # of `sim/planning.py`
+LENGTH_CV = 1.0  # of a load without a trace; shiftjax/sim/load.py says why
+MARGIN = 0.05  # of the limits
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -29,7 +31,7 @@ def add_commands(subparsers: Any, add: Add) -> None:
     )
     text = "what the recommended row is best in; default: near the best in all columns"
     parser.add_argument("--goal", choices=GOALS, help=text)
-    _add_goal(parser.add_argument_group("the least GPUs for a load", "given the first three:"))
+    _add_goal(parser.add_argument_group("the least GPUs for a load, or the most load", _GOAL))
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
     mesh = add(subparsers, "mesh", None, "compare mesh configurations")
     commands = mesh.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -41,15 +43,19 @@ def add_commands(subparsers: Any, add: Add) -> None:
 
 
 def _add_goal(group: Any) -> None:
-    group.add_argument("--rate", type=float, help="requests/s")
+    group.add_argument("--rate", type=float, help="requests/s of all GPUs that are looked for")
+    text = "in place of --rate: so many, whose largest rate is looked for"
+    group.add_argument("--gpus", type=int, metavar="N", help=text)
     group.add_argument("--ttft", type=float, help="seconds to the first token, at most")
     group.add_argument("--tpot", type=float, help="seconds per token after it, at most")
     text = "share of requests that get both: 50, 90 or 99, default 90"
     group.add_argument("--percentile", type=int, choices=PERCENTILES, help=text)
     text = "of a device and hour: 2.5, or h200x8=4,l4x8=0.8; then the least cost is found"
     group.add_argument("--gpu-price", metavar="DOLLARS", help=text)
-    text = "coefficient of variation of --input and --output, log-normal; default 0, all alike"
-    group.add_argument("--length-cv", type=float, metavar="CV", help=text)
+    text = f"what predictions stay below the limits, as a share of them; default {MARGIN:g}"
+    group.add_argument("--margin", type=float, metavar="SHARE", help=text)
+    text = f"coefficient of variation of --input and --output, log-normal; default {LENGTH_CV:g}"
+    group.add_argument("--length-cv", type=float, metavar="CV", help=f"{text}; 0: all alike")
     text = "file of requests, instead of --input and --output; --rate is its own by default"
     group.add_argument("--trace", help=text)
     group.add_argument("--window", metavar="START:SECONDS", help="of the trace; default 0:900")
@@ -78,6 +84,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
 
 
+_GOAL = "given --ttft, --tpot and one of --rate and --gpus:"
 _ACCEPTANCE = (
     "let all deployments draft, right so often: a probability, one for each place (0.8,0.6), or a "
     "replay's tokens_per_step=X,accepted_of_drafted=Y"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.bench.flags import meshes_of
-from serving.cli.advise import is_asked, least_gpus
+from serving.cli.advise import Sought, decide, is_asked
 from serving.cli.asked import asked_of, fleet_flags
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from serving.cli.trace_flags import number_of, trace_of, window_of
@@ -18,7 +18,6 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
-from shiftjax.sim.advice import even_load, load_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.estimate import Estimate, Workload, estimate
@@ -67,11 +66,9 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         trace = arguments.trace
         requests = None if trace is None else window_of(trace, arguments.window)
         asked = asked_of(arguments, machine=arguments.machine.partition(",")[0])
-        if requests:
-            load = load_of(requests)
-        else:
-            load = even_load(_workload(arguments, asked.target), arguments.length_cv or 0.0)
-        return least_gpus(arguments, asked.target, asked.settings, load)
+        is_cache_open = arguments.kv_cache_dtype is None and arguments.config is None
+        sought = Sought(asked.target, asked.settings, is_cache_open)
+        return decide(arguments, sought, lambda: _workload(arguments, asked.target), requests)
     target, settings, own, options = asked_of(arguments)
     workload = _workload(arguments, target)
     deployments = [*own, *all_deployments(target, **settings)]

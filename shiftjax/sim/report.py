@@ -14,7 +14,6 @@ from shiftjax.arch.weights import layer_parameters
 from shiftjax.costs.step_costs import CostModel, StepCost
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import spelled
-from shiftjax.sim.advice import Trial
 from shiftjax.sim.estimate import Estimate
 from shiftjax.sim.experiments import SweepPoint, write_rows
 from shiftjax.sim.replay import Replay
@@ -27,6 +26,7 @@ from shiftjax.sim.replay_metrics import (
     shares,
     throughput_over_time,
 )
+from shiftjax.sim.trials import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

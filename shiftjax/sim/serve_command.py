@@ -1,5 +1,6 @@
-"""The command that starts an engine as it was planned. No JAX."""
+"""The command, or the file of settings, that starts an engine as it was planned. No JAX."""
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -20,13 +21,23 @@ _ALWAYS = ("sp", "tp", "max_num_seqs", "max_num_batched_tokens", "dtype")  # the
 
 def serve_command(model: str, deployment: Deployment) -> str:
     """`shiftjax serve` with every flag that makes this deployment of a model on its machine."""
-    values = settings_of_deployment(deployment)
-    flags = (
-        _spelled(SETTINGS[name], value)
-        for name, value in values.items()
-        if name in _ALWAYS or value != SETTINGS[name].default
-    )
+    flags = (_spelled(SETTINGS[name], value) for name, value in _said(deployment).items())
     return " ".join(["shiftjax serve", model, *flags])
+
+
+def settings_file(model: str, deployment: Deployment) -> str:
+    """The same as YAML, for `shiftjax serve --config FILE`."""
+    lines = {"model": model} | _said(deployment)
+    return "".join(f"{name}: {json.dumps(value)}\n" for name, value in lines.items())
+
+
+def _said(deployment: Deployment) -> dict[str, Any]:
+    """The settings that are not what they are by default, and those that a reader looks for."""
+    return {
+        name: value
+        for name, value in settings_of_deployment(deployment).items()
+        if name in _ALWAYS or value != SETTINGS[name].default
+    }
 
 
 def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
@@ -36,6 +47,7 @@ def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
     if is_fleet:
         fleet = asdict(without_unread(deployment.fleet))
         values = fleet | {n: v for n, v in values.items() if n not in ("dp", "pp", "sp")}
+        values["devices"] = deployment.grid.num_devices  # else all that there are
     values["dtype"] = formats.activations
     is_plain = formats.weights == formats.activations
     values["quantization"] = "auto" if is_plain else formats.weights

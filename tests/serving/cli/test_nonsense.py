@@ -49,6 +49,8 @@ SHARED = {
 PLAN = SHARED | {
     **dict.fromkeys(("--input", "--output"), COUNTS),
     **dict.fromkeys(("--compile", "--percentile", "--trace", "--gpu-price"), NAMES),
+    **dict.fromkeys(("--gpus",), COUNTS),
+    **dict.fromkeys(("--margin", "--length-cv"), SPREADS),
 }
 SIMULATE = SHARED | {
     "--trace": NAMES,

@@ -6,11 +6,15 @@ import pytest
 
 from serving.cli.main import main, make_parser
 from serving.run.flags import parse_args, settle
+from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.live import deploy_live
+from shiftjax.sim.load import Limits, even_load
 from shiftjax.sim.modelled import memory_of
 from shiftjax.sim.named import deploy
-from shiftjax.sim.serve_command import serve_command
+from shiftjax.sim.serve_command import serve_command, settings_file
+from shiftjax.sim.servers import Server, all_servers, changed
+from shiftjax.sim.variants import VARIANTS
 
 PARSER = make_parser()
 
@@ -44,6 +48,63 @@ def test_a_command_makes_the_planned_deployment(model, machine, dtype, name, bud
     planned = planned.sized(memory_of(target, planned))
     found = started(serve_command(model, planned), target)
     assert replace(found, name="") == replace(planned, name="")
+
+
+LIMITS = Limits(2.0, 0.2)
+
+
+def servers(machine: str, model: str, dtype: str) -> list[Server]:
+    """All that a search may start from, on parts of the machine."""
+    target = target_from({"model": model, "machine": machine, "dtype": dtype})
+    load = even_load(Workload(4096, 250), LIMITS)
+    return all_servers([target], load, LIMITS, True, {}).servers
+
+
+@pytest.mark.parametrize(
+    ("machine", "model", "dtype"),
+    [("h200x8", "llama-70b", "fp8"), ("h100x8", "qwen3-32b", "bfloat16")],
+)
+def test_the_command_and_the_file_of_every_server_make_it(machine, model, dtype, tmp_path):
+    """On the whole machine, of which a server may have a part."""
+    found = servers(machine, model, dtype)
+    whole = target_from({"model": model, "machine": machine, "dtype": dtype})
+    assert {s.num_devices for s in found} >= {2, 4, 8} and {s.rank for s in found} == {0, 1}
+    for server in found:
+        planned = server.deployment.sized(memory_of(server.target, server.deployment))
+        assert same(started(serve_command(model, planned), whole), planned), server.text
+        file = tmp_path / "engine.yaml"
+        file.write_text(settings_file(model, planned))
+        assert same(started(f"shiftjax serve --config {file}", whole), planned), server.text
+
+
+def same(found, planned) -> bool:
+    return replace(found, name="") == replace(planned, name="")
+
+
+CHANGES = {
+    "dp": (2, 8),
+    "max_num_batched_tokens": (2048, 4),
+    "max_num_seqs": (512, 4),
+    "fleet": (True, 4),
+}
+
+
+@pytest.mark.parametrize("setting", [variant.setting for variant in VARIANTS])
+def test_the_command_of_every_change_makes_it(setting):
+    value, devices = CHANGES[setting]
+    (server,) = (
+        s
+        for s in servers("h200x8", "llama-70b", "fp8")
+        if s.deployment.name == "sp4" and s.rank == 1
+    )
+    if setting == "fleet":
+        server = changed(server._replace(text="fleet:tp1"), {}, {}, devices)
+    else:
+        server = changed(server, {}, {setting: value}, devices)
+    planned = server.deployment.sized(memory_of(server.target, server.deployment))
+    whole = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
+    assert same(started(serve_command("llama-70b", planned), whole), planned)
+    assert planned.grid.num_devices == devices
 
 
 @pytest.mark.parametrize("machine", ["h200x8", "l40sx8"])

@@ -1,0 +1,154 @@
+"""The advice as somebody reads it who buys: the answer, why, how sure, and the command."""
+
+import math
+from collections.abc import Mapping
+
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.sim.advice import Advice
+from shiftjax.sim.error_bands import band
+from shiftjax.sim.load import Limits
+from shiftjax.sim.serve_command import serve_command
+from shiftjax.sim.trials import Trial
+
+
+def in_words(advice: Advice, prices: Mapping[str, float], model: str = "") -> str:
+    """The advice, a fact a line; `model` is what the user calls it."""
+    best = advice.best
+    lines = _answer(advice, best, prices) if best else _nothing(advice)
+    lines.append(_why(advice, prices))
+    if best is not None:
+        lines += [*_start(best, model), *_sure(advice, best)]
+    if not advice.is_complete:
+        words = "the search ended before all was tried: fewer machines or settings make it whole"
+        lines.append(f"After {advice.trials.num_replays} replays {words}.")
+    return "\n".join(filter(None, lines))
+
+
+def _limits(limits: Limits) -> str:
+    return f"{seconds(limits.ttft)} to the first token and {seconds(limits.tpot)} a token"
+
+
+def _wanted(advice: Advice) -> str:
+    limits, load = advice.trials.limits, advice.trials.load
+    return f"{limits.percentile}% get {_limits(limits)} ({load.in_words})"
+
+
+def _answer(advice: Advice, best: Trial, prices: Mapping[str, float]) -> list[str]:
+    """What to buy, or what it carries."""
+    machine, num = best.target.machine.name, best.num_devices
+    servers = "one server" if best.num_servers == 1 else f"{best.num_servers} servers"
+    what = f"{num} devices of {machine}: {servers} of {best.server.num_devices}, {shape(best)}"
+    if advice.question.rate is None:
+        total = best.rate * best.num_servers
+        lines = [f"{what}, carry {total:.3g} requests/s, of which {_wanted(advice)}."]
+    else:
+        lines = [
+            f"Take {what}.",
+            f"For {advice.question.rate:g} requests/s, of which {_wanted(advice)}.",
+        ]
+    if prices:
+        row = best.row(prices)
+        lines.append(
+            f"That is ${row['dollars_per_hour']:,.2f} an hour, ${row['dollars_per_million']:.3g} "
+            "for a million tokens in and out."
+        )
+    return lines
+
+
+def shape(trial: Trial) -> str:
+    """What one server is, for people: its cut, its KV cache, and what was changed."""
+    deployment = trial.deployment
+    return f"{_cut(deployment)}, KV cache {deployment.formats.kv}"
+
+
+def _cut(deployment: Deployment) -> str:
+    if deployment.widths:
+        return f"a fleet of units of TP {deployment.tp}"
+    names = ("dp", "pp", "sp", "tp")
+    degrees = [f"{n.upper()} {getattr(deployment, n)}" for n in names if getattr(deployment, n) > 1]
+    return " x ".join(degrees) or "TP 1"
+
+
+def _nothing(advice: Advice) -> list[str]:
+    rate, num = advice.question
+    what = f"{rate:g} requests/s" if rate is not None else f"any rate with {num} devices"
+    return [f"Nothing that was tried answers {what}, of which {_wanted(advice)}."]
+
+
+def _why(advice: Advice, prices: Mapping[str, float]) -> str:
+    """What came next, and what was not tried."""
+    trials, best, field = advice.trials, advice.best, advice.field
+    if not trials.all:
+        if not advice.reasons:
+            return "Why: no cut of these machines has so many devices."
+        where, reason = next(iter(advice.reasons.items()))
+        return f"Why: the first of {len(advice.reasons)} reasons: {where} {reason}."
+    others = [each for each in trials.all if not each.meets]
+    if best is not None and advice.question.rate is not None:
+        others = [each for each in others if each.cost(prices) < best.cost(prices)]
+    num = len(field.servers) + len(field.reasons)
+    words = (
+        f"Why: of {num} cuts {len(field.reasons)} miss the limits with a request alone, and "
+        f"{advice.left_out} cannot be better by closed form; {trials.num_replays} replays tried "
+        "the others, the cheapest first."
+    )
+    if not others:
+        return words
+    limits = trials.limits
+    near = min(others, key=lambda each: limits.ratio(each.ttft, each.tpot))
+    head = "Closest with less" if best is not None and advice.question.rate else "Closest"
+    return f"{words} {head}: {_figures(near)}{_refused(near)}."
+
+
+def _figures(trial: Trial) -> str:
+    changed = f", {trial.changed}" if trial.changed else ""
+    return (
+        f"{trial.num_servers} x {trial.deployment.name} ({trial.num_devices} devices, KV "
+        f"{trial.deployment.formats.kv}{changed}) at {trial.rate:.3g} requests/s each, with "
+        f"{seconds(trial.ttft)} and {seconds(trial.tpot)}"
+    )
+
+
+def _refused(trial: Trial) -> str:
+    if not trial.refused:
+        return ""
+    return f"; {trial.refused} of its requests are longer than its KV cache"
+
+
+def _sure(advice: Advice, best: Trial) -> list[str]:
+    """What is predicted, how much room that leaves, and how far such predictions were off."""
+    limits, seeds = advice.trials.limits, len(best.measured)
+    kinds = (
+        ("to the first token", "ttft", best.ttft, limits.ttft),
+        ("for each token after it", "tpot", best.tpot, limits.tpot),
+    )
+    lines = [
+        f"Predicted for each at {best.rate:.3g} requests/s, means of {seeds} replays: "
+        f"{best.inside:.1%} of the requests inside both limits, and {limits.percentile}% get"
+    ]
+    wrong = []
+    for words, name, value, limit in kinds:
+        error = band(name)
+        lines.append(
+            f"  {seconds(value)} {words}, {1 - value / limit:.0%} below the limit ({error})"
+        )
+        if value * (1 + error.limit) > limit:
+            wrong.append(error.limit / (1 + error.limit))
+    if wrong:
+        lines.append(
+            "Within such errors a limit can be missed: plan with "
+            f"--margin {math.ceil(100 * max(wrong)) / 100:.2f} to be on the safe side, or measure."
+        )
+    return lines
+
+
+def seconds(value: float) -> str:
+    """Seconds for people."""
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _start(best: Trial, model: str) -> list[str]:
+    deployment = best.deployment
+    command = serve_command(model or best.target.model.name, deployment)
+    which = "Start it:" if best.num_servers == 1 else "Start each:"
+    return [f"{which} {command}"]

@@ -1,0 +1,67 @@
+"""The share of requests inside both limits over the rate: how near to the edge a plan is."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shiftjax.sim.advice import Advice
+from shiftjax.sim.report import new_axes
+from shiftjax.sim.trials import Trial, measure_at
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the planned rate
+
+
+def curve_rows(advice: Advice) -> list[dict[str, Any]]:
+    """A row for every rate of the best, and of the next best cut on as many devices."""
+    best = advice.best
+    if best is None:
+        return []
+    trials, rows = advice.trials, []
+    for trial in filter(None, (best, _other(advice, best))):
+        for factor in FACTORS:
+            rate = factor * best.rate * best.num_servers
+            measured = measure_at(trials, trial.server, trial.num_servers, rate)
+            rows.append(
+                {
+                    "name": f"{trial.num_servers} x {trial.deployment.name}, "
+                    f"KV {trial.deployment.formats.kv}",
+                    "rate": rate,
+                    "inside": measured.inside,
+                    "ttft_seconds": measured.ttft,
+                    "tpot_seconds": measured.tpot,
+                }
+            )
+    return rows
+
+
+def _other(advice: Advice, best: Trial) -> Trial | None:
+    """The trial of another cut on as many devices that comes nearest to the best one."""
+    limits = advice.trials.limits
+    others = [
+        each
+        for each in advice.trials.all
+        if each.num_devices == best.num_devices and each.deployment.name != best.deployment.name
+    ]
+    return min(others, key=lambda each: limits.ratio(each.ttft, each.tpot), default=None)
+
+
+def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Shares of requests by rate; lines at the planned rate and at the share that is asked for."""
+    figure, (axes,) = new_axes()
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        axes.plot([row["rate"] for row in own], [row["inside"] for row in own], "o-", label=name)
+    best, limits = advice.best, advice.trials.limits
+    if best is not None:
+        planned = best.rate * best.num_servers
+        axes.axvline(planned, color="grey", ls="--", label=f"planned: {planned:.3g} requests/s")
+    axes.axhline(limits.percentile / 100, color="black", ls=":", label=f"{limits.percentile}%")
+    axes.set_ylim(0, 1.03)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("requests/s of all servers")
+    axes.set_ylabel("share inside both limits")
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure

@@ -1,0 +1,144 @@
+"""What is changed of servers that miss the limits by little. No JAX.
+
+Each row says when a change can help, by what the trial missed, and which settings it changes.
+Settings that the user gave stay. A row also says from which distance its change has brought servers
+within the limits: each trial takes time. Engines that choose the size of each step by its cost gain
+little from another bound; others depend on it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from shiftjax.options import ConfigError
+from shiftjax.sim.load import Limits
+from shiftjax.sim.named import FLEET
+from shiftjax.sim.servers import changed
+from shiftjax.sim.trials import Trial, Trials
+
+NEAR = 1.15  # times the limits
+FAR = 2.5
+LEAST_STEP, LEAST_SEQUENCES, MOST_SEQUENCES = 2048, 16, 1024
+LEAST_UNITS = 4  # of a fleet: two have one arrangement beside that of all
+FULL = 0.95  # of the sequences that may run: others waited for a place
+
+
+class Variant(NamedTuple):
+    """A change of one setting: when it can help, and to what; None: nothing is left to change."""
+
+    setting: str
+    helps: Callable[[Trial, Limits], bool]
+    value: Callable[[Trial], Any]
+    in_words: str
+
+
+def _is_near(trial: Trial, limits: Limits) -> bool:
+    return limits.ratio(trial.ttft, trial.tpot) <= NEAR
+
+
+def _is_late(trial: Trial, limits: Limits) -> bool:
+    """Whether only the tokens after the first come too late, by little or by sizes of steps."""
+    reach = NEAR if trial.target.engine.sizes_steps else FAR
+    return trial.ttft <= limits.ttft and limits.tpot < trial.tpot <= reach * limits.tpot
+
+
+def _waits_for_a_place(trial: Trial, limits: Limits) -> bool:
+    running = max(each.running for each in trial.measured)
+    is_late = trial.ttft > limits.ttft and trial.tpot <= limits.tpot
+    return is_late and running >= FULL * trial.deployment.max_num_seqs
+
+
+def _smaller_step(trial: Trial) -> int | None:
+    half = trial.deployment.max_num_batched_tokens // 2
+    return half if half >= LEAST_STEP else None
+
+
+def _fewer(trial: Trial) -> int | None:
+    running = max(each.running for each in trial.measured)
+    fewer = 1 << max(0, (running - 1).bit_length() - 1)
+    return fewer if fewer >= LEAST_SEQUENCES else None
+
+
+def _more(trial: Trial) -> int | None:
+    more = 2 * trial.deployment.max_num_seqs
+    room = trial.deployment.max_num_batched_tokens
+    return more if more <= min(MOST_SEQUENCES, room) else None
+
+
+def _groups(trial: Trial) -> int | None:
+    """Groups of one engine: as many of the servers as a machine has devices for."""
+    server, found = trial.server, 1
+    if server.deployment.widths or server.deployment.dp > 1:
+        return None
+    while (
+        trial.num_servers % (2 * found) == 0
+        and 2 * found * server.num_devices <= server.most_devices
+    ):
+        found *= 2
+    return found if found > 1 else None
+
+
+def _fleet(trial: Trial) -> bool | None:
+    """Groups that come and go, of the same units: on one host, in an engine that chooses sizes."""
+    deployment, machine = trial.deployment, trial.target.machine
+    plain = deployment.pp == 1 and not deployment.widths
+    has_units = deployment.sp * deployment.dp >= LEAST_UNITS and machine.num_hosts == 1
+    return True if plain and has_units and trial.target.engine.sizes_steps else None
+
+
+VARIANTS = (
+    Variant("dp", _is_near, _groups, "one engine of {} groups"),
+    Variant("max_num_batched_tokens", _is_late, _smaller_step, "steps of up to {:,} tokens"),
+    Variant("max_num_seqs", _is_late, _fewer, "no more than {} sequences at once"),
+    Variant("max_num_seqs", _waits_for_a_place, _more, "up to {} sequences at once"),
+    Variant("fleet", _is_near, _fleet, "as a fleet"),
+)
+
+
+class Changes:
+    """Tries what the table says for trials that missed."""
+
+    def __init__(self, trials: Trials, budgets: Mapping[str, Any]):
+        self.trials, self._budgets = trials, budgets
+
+    def kept(self, trial: Trial, rate: float) -> Trial | None:
+        """The first changed server that keeps the limits at this rate; None: there is none.
+
+        A setting whose change brought the trial nearer to its limits is changed once more.
+        """
+        if trial.refused:
+            return None
+        for variant in VARIANTS:
+            base, found = trial, self._tried(variant, trial, rate)
+            while found is not None and not found.meets and self._nearer(found, base):
+                base, found = found, self._tried(variant, found, rate)
+            if found is not None and found.meets:
+                return found
+        return None
+
+    def _nearer(self, found: Trial, base: Trial) -> bool:
+        ratio = self.trials.limits.ratio
+        return ratio(found.ttft, found.tpot) < ratio(base.ttft, base.tpot)
+
+    def _tried(self, variant: Variant, trial: Trial, rate: float) -> Trial | None:
+        """What became of a change; None: it cannot help, or cannot be had."""
+        setting, helps, value_of, text = variant
+        value = value_of(trial)
+        closed = setting in self._budgets or value is None or self.trials.is_over
+        if closed or not helps(trial, self.trials.limits):
+            return None
+        num, server, settings = trial.num_servers, trial.server, {setting: value}
+        devices = server.num_devices
+        if setting == "dp":
+            num, devices = num // value, devices * value
+        try:
+            if setting == "fleet":
+                units = f"{FLEET}:tp{trial.deployment.tp}"
+                server = changed(server._replace(text=units), self._budgets, {}, devices)
+            else:
+                server = changed(server, self._budgets, settings, devices)
+        except ConfigError:
+            return None
+        words = text.format(value)
+        words = f"{trial.changed}, {words}" if trial.changed else words
+        found = self.trials.first(server, num, rate, words)
+        return self.trials.confirmed(found, rate) if found.meets else found

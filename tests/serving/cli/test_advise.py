@@ -1,0 +1,84 @@
+"""`shiftjax plan` for a load, and for a number of GPUs, as users type it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serving.cli.main import main
+
+ASKED = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", "500")
+LIMITS = ("--ttft", "1", "--tpot", "0.05")
+
+
+@pytest.mark.thorough
+def test_plan_finds_the_least_gpus_and_writes_them_down(capsys, tmp_path):
+    argv = [*ASKED, *LIMITS, "--rate", "5", "--output", "30"]
+    argv += ["--gpu-price", "l4x8=0.8,h100x8=2.5", "--out", str(tmp_path)]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    data = json.loads((tmp_path / "advice.json").read_text())
+    assert out.startswith("Take ") and out.startswith(data["advice"])
+    assert "for a million tokens in and out" in out
+    assert data["asked"] == {"rate": 5.0, "num_devices": None}
+    assert data["limits"] == {"ttft": 1.0, "tpot": 0.05, "percentile": 90, "margin": 0.05}
+    assert data["best"]["ttft_seconds"] <= 1.0 and data["best"]["meets"] is True
+    rows = [json.loads(line) for line in (tmp_path / "trials.jsonl").read_text().splitlines()]
+    assert data["best"] in rows and data["best"]["seeds"] == 5
+    assert "model: " in (tmp_path / "engine.yaml").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<img") == 2 and len(list(tmp_path.glob("*.svg"))) == 2
+
+
+@pytest.mark.thorough
+def test_plan_finds_the_most_load_for_gpus(capsys, tmp_path):
+    argv = ["plan", "--model", "llama-8b", "--machine", "l4x8", "--input", "500", "--output", "30"]
+    assert main([*argv, *LIMITS, "--gpus", "8", "--max-num-seqs", "32"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("8 devices of l4x8: ") and " requests/s, of which 90% get 1 s" in out
+    assert ": shiftjax serve llama-8b --sp " in out.splitlines()[2]
+
+
+def write_trace(path: Path, count: int) -> None:
+    """Requests a second apart that share a prefix."""
+    lengths = {"prompt_tokens": 1100, "output_tokens": 4, "prefix_ids": [0, 1]}
+    rows = [json.dumps({"arrival_seconds": at} | lengths) for at in range(count)]
+    path.write_text("\n".join(rows))
+
+
+def test_plan_answers_for_a_trace(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, 40)
+    assert main(["plan", "--model", "llama-8b", "--trace", str(trace), *LIMITS]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Take 1 devices of h200x8: one server of 1, TP 1, KV cache bfloat16.")
+    assert "For 1.02564 requests/s" in out and "(40 requests of a trace)" in out
+
+
+def test_plan_ends_with_1_where_nothing_is_quick_enough(capsys):
+    assert main([*ASKED, "--rate", "5", "--ttft", "1e-5", "--tpot", "1e-5"]) == 1
+    assert "Nothing that was tried answers 5 requests/s" in capsys.readouterr().out
+
+
+def test_a_trace_with_prompts_that_fit_nowhere_is_a_reason(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, 3)
+    rows = trace.read_text().replace("1100", "200000", 1)
+    trace.write_text(rows)
+    assert main(["plan", "--model", "llama-8b", "--trace", str(trace), *LIMITS]) == 2
+    assert "1 of 3 requests of this trace have more than 131,072" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--gpus", "8", "--rate", "3"), "--gpus asks how many requests/s they answer"),
+        (("--gpus", "0"), "--gpus must be at least 1"),
+        (("--gpus", "8", "--gpu-price", "3"), "--gpu-price chooses how many GPUs"),
+        (("--rate", "3", "--margin", "1"), "--margin must be a share of the limits"),
+        (("--rate", "3", "--length-cv", "-1"), "--length-cv must be a number from 0 to 100"),
+    ],
+)
+def test_flags_that_make_no_sense_are_refused(capsys, flags, words):
+    assert main([*ASKED, *LIMITS, *flags]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""The most load for so many devices: it is kept, and not much more would be."""
+
+import pytest
+from test_servers import field_of, target
+
+from shiftjax.sim.advice import Advice
+from shiftjax.sim.advice_words import in_words
+from shiftjax.sim.estimate import Workload
+from shiftjax.sim.load import SEEDS, Limits, even_load
+from shiftjax.sim.most_load import most_load
+from shiftjax.sim.trials import Trials
+
+SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+LIMITS = Limits(1.0, 0.06)
+LOAD = even_load(Workload(500, 30), LIMITS)
+
+
+def found(num_devices: int, most_replays: int = 100, margin: float = 0.05) -> Advice:
+    trials = Trials(LOAD, LIMITS, margin, most_replays)
+    field = field_of(target("l4x8"), LIMITS, LOAD, **SMALL)
+    return most_load(field, trials, num_devices, SMALL)
+
+
+@pytest.fixture(scope="module")
+def of_four() -> Advice:
+    return found(4)
+
+
+def total(advice: Advice) -> float:
+    assert advice.best is not None
+    return advice.best.rate * advice.best.num_servers
+
+
+def test_the_rate_is_kept_with_all_seeds_and_is_the_highest(of_four):
+    best = of_four.best
+    assert best is not None and best.meets and len(best.measured) == SEEDS
+    assert best.num_devices == 4
+    assert best.ttft <= 0.95 and best.tpot <= 0.95 * 0.06
+    kept = [trial.rate * trial.num_servers for trial in of_four.trials.all if trial.meets]
+    assert total(of_four) >= 0.9 * max(kept)  # seeds may lower what one replay kept
+    again = Trials(LOAD, LIMITS, 0.05, 99)
+    more = again.first(best.server, best.num_servers, 1.15 * total(of_four))
+    assert not again.confirmed(more, 1.15 * total(of_four)).meets
+
+
+@pytest.mark.thorough
+def test_twice_the_devices_carry_at_least_twice_the_load(of_four):
+    """Servers share it, and take requests in turn."""
+    assert total(found(8)) >= 1.9 * total(of_four)
+
+
+def test_three_devices_are_servers_of_one():
+    advice = found(3)
+    assert {t.server.num_devices for t in advice.trials.all} <= {1}
+    if advice.best is None:
+        assert "with 3 devices" in in_words(advice, {})
+
+
+def test_the_answer_is_the_rate(of_four):
+    first, _, command, *_ = in_words(of_four, {}).splitlines()
+    assert first.startswith("4 devices of l4x8: ")
+    assert f"carry {total(of_four):.3g} requests/s, of which 90% get" in first
+    assert command.startswith("Start")
+
+
+def test_nothing_is_an_answer_with_a_reason():
+    hard = Limits(1e-4, 1e-4)
+    field = field_of(target("l4x8"), hard, LOAD, **SMALL)
+    none = most_load(field, Trials(LOAD, hard, 0.0, 40), 4, SMALL)
+    words = in_words(none, {})
+    assert none.best is None and not none.trials.all
+    assert "Nothing that was tried answers any rate with 4 devices" in words
+    assert "where a request is alone" in words

@@ -1,0 +1,36 @@
+"""The share of requests inside the limits, by rate."""
+
+import pytest
+from test_servers import LIMITS, LOAD, field_of, target
+
+from shiftjax.sim.advice import Advice, Question
+from shiftjax.sim.slo_curve import FACTORS, curve_rows
+from shiftjax.sim.trials import Trials
+
+
+@pytest.fixture(scope="module")
+def rows():
+    field = field_of(target("l4x8"))
+    servers = {s.deployment.name: s for s in field.servers}
+    trials = Trials(LOAD, LIMITS, 0.0, 99)
+    best, _, other = (
+        trials.first(servers[name], num, 10.0)
+        for name, num in (("sp4", 1), ("tp4", 2), ("sp2tp2", 1))
+    )
+    assert other.num_devices == best.num_devices
+    return curve_rows(Advice(Question(10.0), trials, best, field, 0, True))
+
+
+def test_more_load_leaves_fewer_inside(rows):
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    assert names == ["1 x sp4, KV bfloat16", "1 x sp2tp2, KV bfloat16"]  # on as many devices
+    own = [row for row in rows if row["name"] == names[0]]
+    assert [row["rate"] for row in own] == [10.0 * factor for factor in FACTORS]
+    assert own[0]["inside"] > own[-1]["inside"] and own[-1]["tpot_seconds"] > LIMITS.tpot
+    assert all(0 <= row["inside"] <= 1 for row in rows)
+
+
+def test_nothing_has_no_curve():
+    field = field_of(target("l4x8"))
+    nothing = Advice(Question(9.0), Trials(LOAD, LIMITS, 0.0, 9), None, field, 0, True)
+    assert curve_rows(nothing) == []
