@@ -88,6 +88,9 @@ class Experts:
     num_groups: int = 1  # of neighbours, equally many
     groups_per_token: int = 1
     scale: float = 1.0  # of the weights of a token's experts
+    # The layers have an MLP, too; router and experts read the residual, each with its own norm,
+    # and the weights of a token's experts are times a number of each expert (Gemma 4).
+    beside_mlp: bool = False
     scales_input: bool = False  # weights are of what experts read, not of what they give (Llama 4)
 
 
@@ -179,6 +182,7 @@ class ModelConfig:
     embedding_scale: float = 1.0  # embeddings times this (Granite)
     residual_scale: float = 1.0  # what attention and MLP add to the residual, times this (Granite)
     logit_scale: float = 1.0  # logits times this (Granite, Cohere)
+    layer_input_width: int = 0  # of an input of its own that each layer is given (Gemma 4)
     layer_scalars: bool = False  # what a layer gives is times a number of its own (Gemma 4)
     # Queries at a position p are times 1 + beta * log(1 + p // context) (Ministral 3).
     query_growth: tuple[float, int] | None = None  # beta, context

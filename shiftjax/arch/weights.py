@@ -143,6 +143,7 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
     vocab, hidden = config.vocab_size, config.hidden_size
     if config.is_first_stage:
         yield Weight("embed", (vocab, hidden), ("vocab", None), EMBEDDING, "table")
+    yield from _layer_inputs(config)
     late, first = list(_late_layer(config)), config.stage.first if config.stage else 0
     layers = {parts: list(_llama_layer(config, parts)) for parts in set(config.parts)}
     for index, parts in enumerate(config.parts):
@@ -160,6 +161,30 @@ def _llama(config: ModelConfig) -> Iterator[Weight]:
     head = Weight("lm_head", (vocab, hidden), ("vocab", None), source, "table")
     tied_to = tied_to if config.is_first_stage else None  # the embedding is on other devices
     yield head._replace(tied_to=tied_to, in_shift=True)
+
+
+def _layer_inputs(config: ModelConfig) -> Iterator[Weight]:
+    """What makes the inputs that layers have of their own; a row of the table is of all layers."""
+    width = config.layer_input_width
+    if not width:
+        return
+    all_layers, name = config.num_layers * width, "layer_inputs"
+    table = Weight(f"{name}.embed", (config.vocab_size, all_layers), ("vocab", None), "", "table")
+    yield table._replace(source="model.embed_tokens_per_layer.weight")
+    source = "model.per_layer_model_projection.weight"
+    shape = all_layers, config.hidden_size
+    yield Weight(f"{name}.projection", shape, (None, None), source)
+    yield _norm(f"{name}.norm", width, "model.per_layer_projection_norm")
+
+
+def _own_input(hidden: int, width: int) -> Iterator[Weight]:
+    """A layer's part of it: small, so that every device has it whole."""
+    for name, shape, source in (
+        ("gate", (width, hidden), "per_layer_input_gate"),
+        ("out", (hidden, width), "per_layer_projection"),
+    ):
+        yield Weight(f"own_input.{name}", shape, (None, None), f"{source}.weight")
+    yield _norm("own_input.norm", hidden, "post_per_layer_input_norm")
 
 
 def _late_layer(config: ModelConfig) -> Iterator[Weight]:
@@ -206,6 +231,8 @@ def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
     if parts.has_experts and config.experts is not None:
         names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)  # what is planned for alone
         yield from _moe(config.experts, hidden, names)
+        if config.experts.beside_mlp:
+            yield from _beside_experts(config)
     else:
         source = "feed_forward" if config.architecture == "llama4_text" else "mlp"
         width, axis = config.intermediate_size, "intermediate"
@@ -215,6 +242,8 @@ def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
     if config.qk_norm:
         norms = _qk_norms(config, head_dim)
         yield from norms if parts.num_kv else itertools.islice(norms, 1)
+    if config.layer_input_width:
+        yield from _own_input(hidden, config.layer_input_width)
     if config.layer_scalars:
         yield Weight("scalar", (1,), (None,), "layer_scalar", "bias")
     if config.attention_sinks:  # attention has its own heads in every mode, as SHIFT splits them
@@ -256,6 +285,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_EXPERTS),
         "glm4_moe": _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
+        "gemma4_text": _QWEN_EXPERTS._replace(router="router.proj", expert=f"experts.{EACH}"),
         "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
         "llama4_text": _QWEN_EXPERTS._replace(
             router="feed_forward.router",
@@ -301,6 +331,22 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
         yield from _mlp("mlp.shared", shape, names.shared, axis="shared_intermediate")
     if experts.has_shared_gate:
         yield Weight("mlp.shared_gate", (1, hidden), (None, None), f"{names.shared}_gate.weight")
+
+
+def _beside_experts(config: ModelConfig) -> Iterator[Weight]:
+    """The MLP beside experts, their norms, and what scales the router's input and output."""
+    hidden, experts = config.hidden_size, config.experts
+    assert experts is not None
+    yield from _mlp("mlp.dense", (config.intermediate_size, hidden), "mlp")
+    for name, source in (
+        ("dense_norm", "post_feedforward_layernorm_1"),
+        ("experts_norm", "post_feedforward_layernorm_2"),
+        ("entry_norm", "pre_feedforward_layernorm_2"),
+    ):
+        yield _norm(f"mlp.{name}", hidden, source)
+    yield Weight("mlp.router_scale", (hidden,), (None,), "router.scale", "norm")
+    source = "router.per_expert_scale"
+    yield Weight("mlp.expert_scale", (experts.num,), (None,), source, "correction")
 
 
 def _mlp(

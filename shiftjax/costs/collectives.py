@@ -58,6 +58,8 @@ def layer_collectives(
     brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
     brought = brought if has_kv else sums
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
+    if has_experts and layout.model.experts and layout.model.experts.beside_mlp:
+        moves += moves
     weights, tokens = strides(mode, layout.tp)
     moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
     moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
@@ -126,11 +128,15 @@ def entry_collectives(
     """
     move = _reduce(layout, mode, num_tokens, activation_bytes, 1)
     moves = [move]
+    if layout.model.layer_input_width:
+        width = layout.model.num_layers * layout.model.layer_input_width
+        moves.append(move._replace(num_bytes=move.num_bytes // layout.model.hidden_size * width))
     if not layout.model.is_first_stage:
         moves = [move._replace(kind="all-gather")]
     elif layout.gathers:
         _, tokens = strides(mode, layout.tp)
-        moves.append(move._replace(kind="reduce-scatter", num_devices=mode.sp, stride=tokens))
+        scatter = {"kind": "reduce-scatter", "num_devices": mode.sp, "stride": tokens}
+        moves += [each._replace(**scatter) for each in moves]
     return [move for move in moves if move.num_devices > 1]
 
 

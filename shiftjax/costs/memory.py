@@ -46,6 +46,7 @@ def temporary_bytes(
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
+    hidden += layout.model.num_layers * layout.model.layer_input_width // 2  # two, a short while
     late_kv = layout.model.num_late_layers * layout.cache.numbers
     if layout.model.has_wide_sharers:
         inner = max(inner, layout.wide_intermediate_size)

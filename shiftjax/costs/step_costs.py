@@ -234,8 +234,12 @@ class CostModel:
         moves = entry_collectives(layout, mode, padded, width)
         moves += gather_collectives(layout, mode, padded, width)
         late_kv = config.num_late_layers * layout.cache.numbers
+        inputs = config.layer_input_width * config.num_layers
+        local, product = padded // mode.sp, self.kernels.product
+        of_inputs = product(local, config.hidden_size, inputs) if inputs else 0.0
         cost = cost._replace(
             matmul=cost.matmul
+            + of_inputs
             + (self.kernels.product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
             collectives=cost.collectives + self._move(moves) + gathers,
             launch=num_kernels * self.machine.kernel_seconds * self._queueing,
@@ -292,6 +296,9 @@ class CostModel:
         heads, columns = layout.attention_columns(mode, parts.num_kv)
         seconds = self.kernels.product(rows, hidden, columns)
         seconds += self.kernels.product(rows, heads, hidden)
+        if own := config.layer_input_width:  # every device has these matrices whole
+            seconds += self.kernels.product(rows, hidden, own)
+            seconds += self.kernels.product(rows, own, hidden)
         if not (parts.has_experts and expert_tokens) or config.experts is None:
             return seconds + self._mlp(rows, _width(layout, parts) // t), 4
         experts = config.experts
@@ -308,6 +315,9 @@ class CostModel:
             cut = self.kernels.cut_experts(*sizes, mean_pairs, own)
             num_kernels += cut.num_kernels
         seconds += self.kernels.experts(load, *sizes, cut)
+        if experts.beside_mlp:
+            seconds += self._mlp(rows, layout.intermediate_size // t)
+            num_kernels += 2
         if not layout.shared_intermediate_size:
             return seconds, num_kernels
         seconds += self._mlp(rows, layout.shared_intermediate_size // t)

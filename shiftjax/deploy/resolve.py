@@ -233,6 +233,11 @@ def stage_problems(pp: int, model: ModelConfig) -> list[str]:
             f"pp = {pp} cannot be had with {model.name}: the late layers of SwiftKV need what the "
             "last early one gives, for all tokens"
         )
+    if model.layer_input_width:
+        problems.append(
+            f"pp = {pp} cannot be had with {model.name}: its layers look tokens up in a table, "
+            "which the first stage alone would have"
+        )
     if model.num_shared_kv_layers:
         problems.append(
             f"pp = {pp} cannot be had with {model.name}: its last {model.num_shared_kv_layers} "

@@ -238,6 +238,7 @@ class StepDef:
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
+        context = context._replace(token_ids=ids)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
         if not self.layout.model.is_last_stage:

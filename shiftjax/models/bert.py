@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.llama import Params, Part
+from shiftjax.models.part import Params, Part
 
 Hidden = Float[Array, "rows width hidden"]
 PerToken = Int[Array, "rows width"]

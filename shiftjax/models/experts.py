@@ -6,6 +6,7 @@ expert, so that each expert multiplies rows that lie together (`expert_backend.p
 is made with an expert that no token has chosen.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -83,6 +84,9 @@ class ExpertLayer(NamedTuple):
     activation: Activation
     router_bias: Float[Array, " experts"] | None = None
     router_correction: Float[Array, " experts"] | None = None
+    # What makes of tokens what experts read, and what the router reads.
+    enter: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = lambda x: (x, x)
+    scales: Float[Array, " experts"] | None = None  # of the weights of a token's experts
 
     @property
     def num_own(self) -> int:
@@ -93,7 +97,9 @@ class ExpertLayer(NamedTuple):
         self, x: Float[Array, "tokens hidden"]
     ) -> tuple[Float[Array, "tokens k"], Int32[Array, "tokens k"]]:
         """Return the experts of some tokens, and their weights."""
-        return route(x, self.router, self.experts, self.router_bias, self.router_correction)
+        own = self.router_bias, self.router_correction
+        gains, chosen = route(x, self.router, self.experts, *own)
+        return gains if self.scales is None else gains * self.scales[chosen], chosen
 
     def multiply(
         self,
@@ -137,8 +143,8 @@ def _gather(
     x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, shared: jax.Array | None
 ) -> jax.Array:
     """All tokens on every device: each adds what its own experts give."""
-    x = layer.parallel.gather_tokens(x)
-    gains, chosen = layer.route(x)
+    x, seen = layer.enter(layer.parallel.gather_tokens(x))
+    gains, chosen = layer.route(seen)
     if layer.experts.scales_input:  # one expert a token
         x, gains = _times(x, gains), jnp.ones_like(gains)
     own = chosen - layer.parallel.place * layer.num_own
@@ -170,8 +176,7 @@ class Sent(NamedTuple):
 def _send(x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, room: int) -> Sent:
     """Route the tokens of which this device is the sender; neighbours have the same tokens."""
     parallel, num_devices = layer.parallel, layer.parallel.layout.num_devices
-    own = parallel.own_part(x)
-    gains, chosen = layer.route(own)
+    gains, chosen = layer.route(layer.enter(parallel.own_part(x))[1])
     index = parallel.own_part(parallel.local_tokens(jnp.arange(x.shape[0] * parallel.mode.sp)))
     is_real = (index < layer.num_tokens)[:, None]
     device = jnp.where(is_real, chosen // layer.num_own, num_devices)
@@ -192,7 +197,7 @@ def _exchange(
 ) -> jax.Array:
     """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
     parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
-    own, (num, k) = parallel.own_part(x), sent.gains.shape
+    own, (num, k) = layer.enter(parallel.own_part(x))[0], sent.gains.shape
     at, gains = (sent.device, sent.place), sent.gains
     if layer.experts.scales_input:
         own, gains = _times(own, gains), jnp.ones_like(gains)

@@ -12,6 +12,7 @@ from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
+from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
 class Rope(NamedTuple):
@@ -42,6 +43,7 @@ class Context(NamedTuple):
     parallel: Parallel
     experts: ExpertBackend = XLA_EXPERTS
     place: PoolPlace | None = None  # of the layer that runs
+    token_ids: Int[Array, " all_tokens"] | None = None  # of the step, for what layers look up
 
 
 def look_up(
@@ -55,6 +57,17 @@ def look_up(
     mine = ((local >= 0) & (local < table.shape[0]))[:, None]
     found = table[jnp.clip(local, 0, table.shape[0] - 1)]
     return jnp.where(mine, found, jnp.zeros((), table.dtype))
+
+
+def looked_up(
+    table: Float[Array, "rows_split width"],
+    token_ids: Int[Array, " all_tokens"],
+    parallel: Parallel,
+) -> Float[Array, "tokens width"]:
+    """Return rows of this device's tokens; `token_ids` are those of the step."""
+    if parallel.gathers:
+        return parallel.sum_of_all(look_up(table, token_ids, ALL_AXES))
+    return parallel.reduce(look_up(table, parallel.local_tokens(token_ids), WEIGHT_AXES))
 
 
 def rms_norm(

@@ -28,14 +28,14 @@ from shiftjax.models.attention import (
     soft_cap,
 )
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.gathered import whole_layers
+from shiftjax.models.gemma4 import ExpertsBesideMLP, LayerInput, LayerInputs
 from shiftjax.models.layers import (
     Context,
     LogitRows,
     Rope,
     apply_rope,
-    look_up,
+    looked_up,
     norm,
     norm_weight,
     rope_tables,
@@ -43,40 +43,11 @@ from shiftjax.models.layers import (
     unit_norm,
     weighted,
 )
-from shiftjax.models.products import Matrix, gate_with, project_in, project_out
+from shiftjax.models.mlp import MLP, MoE
+from shiftjax.models.part import Params, Part
 from shiftjax.models.speculator import Speculator
-from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
-from shiftjax.parallel.stored import INPUTS, SCALE
 
-Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
-
-
-class Part(nnx.Module):
-    """A part of a model, with the weights that the table has under its name."""
-
-    def __init__(self, config: ModelConfig, params: Params):
-        self.config = config
-        for name, param in params.items():
-            setattr(self, name, param)
-
-    def _out(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "..."]:
-        """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
-        values, scale = getattr(self, name)[...], self._scale(name)
-        matrix = Matrix(values.reshape(-1, values.shape[-1]), scale, self._scale(name, INPUTS))
-        return project_out(x, matrix).reshape(x.shape[0], *values.shape[:-1])
-
-    def _in(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "tokens out"]:
-        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
-        values, scale = getattr(self, name)[...], self._scale(name)
-        if scale is None:
-            values = values.reshape(-1, values.shape[-1])
-        return project_in(x, Matrix(values, scale, self._scale(name, INPUTS)))
-
-    def _scale(self, name: str, suffix: str = SCALE) -> Float[Array, " out"] | None:
-        """Return what a matrix is in units of, or its inputs; None: they have no such scale."""
-        scale = getattr(self, f"{name}{suffix}", None)
-        return None if scale is None else scale[...].reshape(-1)
 
 
 class Attention(Part):
@@ -115,7 +86,7 @@ class Attention(Part):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        _, metadata, backend, parallel, _, place = context
+        _, metadata, backend, parallel, _, place, _ = context
         q, k = self._heads(x, "q"), self._heads(x, "k")
         v = k if self.kind.keys_are_values else self._heads(x, "v")
         if self.config.wide_qk_norm:
@@ -205,7 +176,7 @@ class SharingAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _, place = context
+        _, metadata, backend, parallel, _, place, _ = context
         q = self._heads(x, "q")
         if self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
@@ -222,7 +193,7 @@ class LateAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _, place = context
+        _, metadata, backend, parallel, _, place, _ = context
         q = self._rotated(self._heads(x, "q"), context)
         own = metadata.block_tables, metadata.work, self.terms(place)
         out = backend.attend_rows(q, pool, *own)
@@ -265,96 +236,10 @@ class SwiftKV(Part):
         return pools
 
 
-class MLP(Part):
-    """The gated feed-forward part: down(silu(gate x) * up x), or with another activation."""
-
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
-    gate_bias: nnx.Param  # with mlp_bias
-    up_bias: nnx.Param
-    down_bias: nnx.Param
-
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context
-    ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output."""
-        return self._plus_bias(context.parallel.reduce(self.partial(x)), "down")
-
-    def partial(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
-        """Return what this device adds to it, without the last bias."""
-        gate, up = (self._plus_bias(self._out(x, name), name) for name in ("gate", "up"))
-        return self._in(gate_with(self.config.activation, gate, up), "down")
-
-    def _plus_bias(self, x: Float[Array, "tokens out"], name: str) -> Float[Array, "tokens out"]:
-        bias = getattr(self, f"{name}_bias", None)
-        return x if bias is None else x + bias[...][None]
-
-
-class OwnExperts(Part):
-    """The weights of the experts of one layer that this device stores."""
-
-    gate: nnx.Param
-    up: nnx.Param
-    down: nnx.Param
-    gate_scale: nnx.Param  # of codes
-    up_scale: nnx.Param
-    down_scale: nnx.Param
-    gate_bias: nnx.Param  # with experts.has_bias
-    up_bias: nnx.Param
-    down_bias: nnx.Param
-
-    @property
-    def weights(self) -> ExpertWeights:
-        """The stored matrices, scales and biases as arguments of the grouped product."""
-        stored = (getattr(self, name, None) for name in ExpertWeights._fields)
-        return ExpertWeights(*(None if one is None else one[...] for one in stored))
-
-
-class MoE(Part):
-    """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
-
-    router: nnx.Param
-    router_bias: nnx.Param  # with experts.has_bias
-    router_correction: nnx.Param  # with experts.has_correction, float32
-    experts: OwnExperts
-    shared: MLP  # with experts.shared_intermediate_size
-    shared_gate: nnx.Param  # with experts.has_shared_gate
-
-    def __init__(self, config: ModelConfig, params: Params):
-        parts = {"experts": OwnExperts, "shared": MLP}
-        super().__init__(config, {name: params[name] for name in params if name not in parts})
-        for name, part in parts.items():
-            if name in params:
-                setattr(self, name, part(config, params[name]))
-
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context
-    ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output."""
-        assert self.config.experts is not None
-        num_tokens = context.metadata.query_start_loc[-1]
-        own = self.config.experts, self.router[...], self.experts.weights
-        step = num_tokens, context.parallel, context.experts, self.config.activation
-        beside = self._of_router("router_bias"), self._of_router("router_correction")
-        layer = ExpertLayer(*own, *step, *beside)
-        return expert_layer(x, layer, self._shared(x))
-
-    def _of_router(self, name: str) -> Float[Array, " experts"] | None:
-        param = getattr(self, name, None)
-        return None if param is None else param[...]
-
-    def _shared(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"] | None:
-        """Return what this device adds to the output of the expert that every token uses."""
-        if not hasattr(self, "shared"):
-            return None
-        out = self.shared.partial(x)
-        if not hasattr(self, "shared_gate"):
-            return out
-        logit = jnp.einsum(
-            "th,oh->to", x, self.shared_gate[...], preferred_element_type=jnp.float32
-        )
-        return out * jax.nn.sigmoid(logit).astype(out.dtype)
+def _feed_forward(params: Params) -> type[MLP | MoE]:
+    if "dense" in params:
+        return ExpertsBesideMLP
+    return MoE if "experts" in params else MLP
 
 
 class DecoderLayer(nnx.Module):
@@ -370,19 +255,28 @@ class DecoderLayer(nnx.Module):
             if name in params:
                 setattr(self, name, params[name])
         self.attention = attention(config, params["attention"], kind)
-        self.mlp = (MoE if "experts" in params["mlp"] else MLP)(config, params["mlp"])
+        self.mlp = _feed_forward(params["mlp"])(config, params["mlp"])
+        if "own_input" in params:
+            self.own_input = LayerInput(config, params["own_input"])
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+        self,
+        x: Float[Array, "tokens hidden"],
+        pool: LayerPool,
+        context: Context,
+        given: Float[Array, "tokens width"] | None = None,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        """Return the layer's output and its pool."""
+        """Return the output and the pool; `given` is the layer's own input, if it has one."""
         config, normed = self.config, self._normed(x, "input_norm")
         out, pool = self.attention(normed, pool, context)
         x = x + scaled(self._normed(out, "attention_out_norm"), config.residual_scale)
         if not config.parallel_block:
             normed = self._normed(x, "mlp_norm")
-        out = self._normed(self.mlp(normed, context), "mlp_out_norm")
+        beside = (x,) if isinstance(self.mlp, ExpertsBesideMLP) else ()
+        out = self._normed(self.mlp(normed, context, *beside), "mlp_out_norm")
         x = x + scaled(out, config.residual_scale)
+        if given is not None:
+            x = x + self.own_input(x, given)
         return x * self.scalar[...][None] if config.layer_scalars else x, pool
 
     def _normed(self, x: Float[Array, "tokens hidden"], name: str) -> Float[Array, "tokens hidden"]:
@@ -392,7 +286,7 @@ class DecoderLayer(nnx.Module):
 
 
 RunLayer = Callable[
-    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool, PoolPlace | None],
+    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool, PoolPlace | None, jax.Array | None],
     tuple[Float[Array, "tokens hidden"], LayerPool],
 ]
 
@@ -411,19 +305,21 @@ def _traced_once(context: Context) -> RunLayer:
         x: Float[Array, "tokens hidden"],
         pool: LayerPool,
         place: PoolPlace | None,
+        given: Float[Array, "tokens width"] | None,
         of_step: tuple[tuple[Rope, ...], AttentionMetadata],
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         ropes, metadata = of_step
         own = context._replace(ropes=ropes, metadata=metadata, place=place)
-        return nnx.merge(graphdef, params)(x, pool, own)
+        return nnx.merge(graphdef, params)(x, pool, own, given)
 
     def run(
         layer: DecoderLayer,
         x: Float[Array, "tokens hidden"],
         pool: LayerPool,
         place: PoolPlace | None,
+        given: Float[Array, "tokens width"] | None,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, place, (context.ropes, context.metadata))
+        return call(*nnx.split(layer), x, pool, place, given, (context.ropes, context.metadata))
 
     return run
 
@@ -436,6 +332,8 @@ class Llama(nnx.Module):
         self.config = config
         if config.is_first_stage:
             self.embed = params["embed"]
+        if config.layer_input_width:
+            self.layer_inputs = LayerInputs(config, params["layer_inputs"])
         if config.is_last_stage:
             self.norm = params["norm"]
             if config.num_labels:
@@ -459,18 +357,10 @@ class Llama(nnx.Module):
         self, token_ids: Int[Array, " all_tokens"], parallel: Parallel
     ) -> Float[Array, "tokens hidden"]:
         """Look the step's tokens up in a table whose rows devices split; returns this device's."""
-        embedded = self._looked_up(token_ids, parallel)
+        embedded = looked_up(self.embed[...], token_ids, parallel)
         if not self.config.scaled_embedding:
             return scaled(embedded, self.config.embedding_scale)
         return embedded * jnp.asarray(self.config.hidden_size**0.5, embedded.dtype)
-
-    def _looked_up(
-        self, token_ids: Int[Array, " all_tokens"], parallel: Parallel
-    ) -> Float[Array, "tokens hidden"]:
-        if parallel.gathers:
-            return parallel.sum_of_all(look_up(self.embed[...], token_ids, ALL_AXES))
-        own = parallel.local_tokens(token_ids)
-        return parallel.reduce(look_up(self.embed[...], own, WEIGHT_AXES))
 
     def __call__(
         self, token_ids: Int[Array, " all_tokens"], pools: ModelPools, context: Context
@@ -482,19 +372,23 @@ class Llama(nnx.Module):
         layers. Unused hidden states cost
         nothing in a compiled step; parity tests read them.
         """
-        return self.run_layers(self.embed_tokens(token_ids, context.parallel), pools, context)
+        embedded = self.embed_tokens(token_ids, context.parallel)
+        return self.run_layers(embedded, pools, context._replace(token_ids=token_ids))
 
     def run_layers(
         self, embedded: Float[Array, "tokens hidden"], pools: ModelPools, context: Context
     ) -> tuple[list[Float[Array, "tokens hidden"]], ModelPools]:
         """Run the layers on hidden states: those of the embedding, or of the previous stage."""
         hidden, pools, run = [embedded], list(pools), _traced_once(context)
+        given = [None] * self.config.num_layers
+        if self.config.layer_input_width:
+            given = self.layer_inputs(embedded, context)
         early = self.layers[: self.config.num_early_layers]
         places = pool_places(self.config.caches, len(pools))
         layers = whole_layers(early, hidden, context.parallel)
         for index, layer in enumerate(layers):
             nth, place = places[self.config.cached_by[index]]
-            out, pools[nth] = run(layer, hidden[-1], pools[nth], place)
+            out, pools[nth] = run(layer, hidden[-1], pools[nth], place, given[index])
             hidden.append(out)
         return hidden, pools
 
@@ -527,7 +421,7 @@ class Llama(nnx.Module):
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run = _traced_once(of_rows)
             for layer, (nth, place) in late:
-                x, _ = run(layer, x, pools[nth], place)
+                x, _ = run(layer, x, pools[nth], place, None)
             return x
 
         # Every device takes the same branch, so there may be collectives in it.

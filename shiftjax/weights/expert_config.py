@@ -21,6 +21,8 @@ class _Names(NamedTuple):
     has_shared_gate: bool = False
     has_sigmoids: bool = False  # with a correction, groups and a scale
     scales_input: bool = False  # by a sigmoid
+    per_token: str = "num_experts_per_tok"
+    flag: str | None = None  # says whether there are experts, beside an MLP; None: there are
 
 
 _NUM, _WIDTH, _NORM = ("num_experts",), "moe_intermediate_size", "norm_topk_prob"
@@ -33,6 +35,7 @@ _NAMES = {
     "qwen3_moe": _Names((*_NUM, "num_local_experts"), _WIDTH, _NORM, "listed"),
     "mixtral": _Names(("num_local_experts", *_NUM), "intermediate_size"),
     "minimax_m2": _Names(("num_local_experts",), "intermediate_size", has_sigmoids=True),
+    "gemma4_text": _Names(_NUM, _WIDTH, per_token="top_k_experts", flag="enable_moe_block"),
     "llama4_text": _Names(
         *(("num_local_experts",), "intermediate_size", None, "others"),
         shared="intermediate_size",
@@ -53,10 +56,12 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
     if architecture not in _NAMES:
         return None
     names = _NAMES[architecture]
+    if names.flag and not fields.flag(names.flag):
+        return None
     num = fields.count(next((name for name in names.num if fields.has(name)), names.num[0]))
-    per_token, width = fields.count("num_experts_per_tok"), fields.count(names.width)
+    per_token, width = fields.count(names.per_token), fields.count(names.width)
     if per_token > num and not fields.problems:
-        fields.problem(f"num_experts_per_tok {per_token} is more than {num} experts")
+        fields.problem(f"{names.per_token} {per_token} is more than {num} experts")
     if names.scales_input and per_token != 1:
         fields.problem(f"num_experts_per_tok must be 1, found {per_token}")
     shared = fields.count(names.shared, minimum=0) if names.shared else 0
@@ -71,6 +76,7 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
         norm_topk=_norms_topk(fields, names),
         dense_layers=_dense_layers(fields, names),
         has_bias=names.has_bias,
+        beside_mlp=names.flag is not None,
         **_sigmoids(fields, num, per_token) if names.has_sigmoids else {},
         **{"scores": "sigmoid", "scales_input": True} if names.scales_input else {},
     )
@@ -135,15 +141,18 @@ def _others(fields: Fields, num_layers: int) -> tuple[int, ...]:
 
 def experts_to_json(config: ModelConfig) -> dict[str, Any]:
     """Return the fields from which `parse_experts` makes the same."""
-    experts = config.experts
-    if experts is None or config.architecture not in _NAMES:
+    experts, names = config.experts, _NAMES.get(config.architecture)
+    if names is None:
         return {}
-    names = _NAMES[config.architecture]
+    if experts is None:
+        return {names.flag: False} if names.flag else {}
     data: dict[str, Any] = {
         names.num[0]: experts.num,
-        "num_experts_per_tok": experts.per_token,
+        names.per_token: experts.per_token,
         names.width: experts.intermediate_size,
     }
+    if names.flag:
+        data[names.flag] = True
     if names.norm_topk is not None:
         data[names.norm_topk] = experts.norm_topk
     if names.dense == "listed":

@@ -40,14 +40,16 @@ def with_heads(fields: Fields, kinds: Sequence[LayerKind]) -> list[LayerKind]:
 
 
 def parse_gemma4(fields: Fields, architecture: str) -> dict[str, Any]:
-    """Return what else a file says: how many layers read the cache of others."""
+    """Return what else a file says: inputs of layers, and how many read the cache of others."""
     if architecture != GEMMA4:
         return {}
-    for name, value in (("hidden_size_per_layer_input", 0), ("enable_moe_block", False)):
-        if fields.data.get(name) != value:
-            fields.problem(f"{name} must be {value}, found {fields.data.get(name)}")
+    width = fields.count("hidden_size_per_layer_input", 0, minimum=0)
+    vocab, own = fields.count("vocab_size"), fields.count("vocab_size_per_layer_input")
+    if width and own != vocab:
+        fields.problem(f"vocab_size_per_layer_input must be {vocab} as vocab_size is, found {own}")
     shared = fields.count("num_kv_shared_layers", 0, minimum=0)
     return {
+        "layer_input_width": width,
         "num_shared_kv_layers": shared,
         "has_wide_sharers": shared > 0 and fields.flag("use_double_wide_mlp"),
     }
@@ -102,7 +104,8 @@ def gemma4_json(config: ModelConfig) -> dict[str, Any]:
     return {
         "num_kv_shared_layers": config.num_shared_kv_layers,
         "use_double_wide_mlp": config.has_wide_sharers,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": config.layer_input_width,
+        "vocab_size_per_layer_input": config.vocab_size,
         "attention_k_eq_v": full[0].keys_are_values,
         "num_global_key_value_heads": kv_heads,
         "global_head_dim": width,

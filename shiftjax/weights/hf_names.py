@@ -2,7 +2,7 @@
 
 Phi-3 and GLM stack projections of one input; a part of the rows is then a tensor of ours. gpt-oss
 has all experts in one tensor `[experts, in, out]`, the columns of gate and up taking turns; Llama 4
-has those of gate before those of up. A text
+has those of gate before those of up, and so has Gemma 4, `[experts, out, in]`. A text
 model beside an encoder of images has something in front of its names. GLM-4.5 has layers behind the
 last that predict further tokens.
 """
@@ -13,15 +13,16 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.weights.gemma4_config import GEMMA4
 from shiftjax.weights.source import CheckpointError, TensorInfo
 
 _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
-_STACKED_EXPERTS = ("gpt_oss", "llama4_text")
+_STACKED_EXPERTS = ("gpt_oss", "llama4_text", GEMMA4)
 _WITH_DRAFTS = ("glm4_moe",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_EXPERTS = re.compile(r"(model\.layers\.\d+\.\w+\.experts)\.(gate_up|down)_proj(_bias)?")
+_EXPERTS = re.compile(r"(model\.layers\.\d+\.(?:\w+\.)?experts)\.(gate_up|down)_proj(_bias)?")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
@@ -29,6 +30,7 @@ _OF_HEAD = re.compile(r"(?:bert|roberta)\.")  # an encoder beside the head that 
 _OF_IMAGES = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
 )
+_SHARED = re.compile(r".*\blayers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +41,7 @@ class Place(NamedTuple):
     first: int = 0  # of its rows
     step: int = 1  # from one to the next
     expert: int | None = None  # whose matrix it is, stored `[experts, in, out]`
+    is_transposed: bool = True  # false: stored `[experts, out, in]`
 
     def range_of(self, rows: slice) -> slice:
         """Return the rows of the stored tensor that have these rows of ours, and others between."""
@@ -77,7 +80,12 @@ def _unused(config: ModelConfig, stored: Mapping[str, TensorInfo]) -> Iterator[s
         found = _LAYER.match(name) if config.architecture in _WITH_DRAFTS else None
         return found is not None and int(found[1]) >= config.num_layers
 
+    def is_shared(name: str) -> bool:
+        num, found = config.num_shared_kv_layers, _SHARED.match(name)
+        return found is not None and num > 0 and int(found[1]) >= config.num_layers - num
+
     kinds = {
+        "of keys and values are not loaded: their layers read the cache of others": is_shared,
         "of images are not loaded: the model takes text alone": _OF_IMAGES.match,
         "of layers that draft tokens are not loaded": is_behind,
     }
@@ -163,7 +171,9 @@ def _experts(
     width, hidden = config.experts.intermediate_size, config.hidden_size
     names = ("gate", "up") if found[2] == "gate_up" else ("down",)
     outputs, inputs = (hidden, width) if names == ("down",) else (width, hidden)
-    shape = config.experts.num, *(() if found[3] else (inputs,)), outputs * len(names)
+    is_transposed = config.architecture != GEMMA4
+    matrix = (inputs, outputs * len(names))[:: 1 if is_transposed else -1]
+    shape = config.experts.num, *(matrix[1:] if found[3] else matrix)
     if info.shape != shape:
         raise CheckpointError(
             f"{info.file}: tensor {name}: expected shape {list(shape)}, found {list(info.shape)}"
@@ -173,7 +183,7 @@ def _experts(
     for expert in range(config.experts.num):
         for nth, part in enumerate(names):
             first, step = (nth, len(names)) if takes_turns else (nth * outputs, 1)
-            place = Place(name, first, step, expert)
+            place = Place(name, first, step, expert, is_transposed)
             yield f"{found[1]}.{expert}.{part}_proj.{suffix}", own, place
 
 

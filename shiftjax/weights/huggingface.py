@@ -61,7 +61,10 @@ class HuggingFaceSource:
         rows = place.range_of(rows)
         if place.expert is None:
             return self._quantised.read(stored, (rows, *rest))
-        own = slice(place.expert, place.expert + 1), *rest, rows
+        own = slice(place.expert, place.expert + 1)
+        if not place.is_transposed:
+            return self._quantised.read(stored, (own, rows, *rest))[0, :: place.step]
+        own = own, *rest, rows
         return np.ascontiguousarray(self._quantised.read(stored, own)[0, ..., :: place.step].T)
 
 

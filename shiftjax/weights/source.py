@@ -25,7 +25,7 @@ _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|
 _RANGE_BYTES = 64 << 20
 NAMED_ROWS = 2  # of a tensor, in the name of a checkpoint
 # After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
-OF_CODES, OF_SCALE, OF_INPUTS = ".codes", ".scale", ".input_scale"
+OF_CODES, OF_SCALE, OF_INPUTS = ":codes", ":scale", ":input_scale"  # no tensor ends so
 logger = logging.getLogger(__name__)
 
 

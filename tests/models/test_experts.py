@@ -25,7 +25,7 @@ from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import route
 from shiftjax.models.layers import Context, Rope
-from shiftjax.models.llama import MoE
+from shiftjax.models.mlp import MoE
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource

@@ -36,6 +36,7 @@ CASES += [
     for name in (
         *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
         *("cohere", "minimax_m2", "llama4_text", "gemma4_text"),
+        *("gemma4_inputs", "gemma4_experts"),
     )
     for mesh in SPLITS
 ]

@@ -366,6 +366,37 @@ MODELS: dict[str, tuple[str, dict]] = {
             "num_global_key_value_heads": 2,
         },
     ),
+    "gemma4_inputs": (  # as E2B and E4B: inputs of layers, and layers that read others' cache
+        "gemma4_text",
+        LEAST
+        | GEMMA4
+        | {
+            "vocab_size_per_layer_input": COMMON["vocab_size"],
+            "hidden_size_per_layer_input": 16,
+            "num_hidden_layers": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2
+            + ["full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "gemma4_experts": (  # as 26B-A4B
+        "gemma4_text",
+        LEAST
+        | GEMMA4
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 11,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 12,
+        },
+    ),
 }
 
 

@@ -144,3 +144,39 @@ def test_the_text_part_of_a_model_that_sees_images(prefix, tmp_path, caplog):
     assert set(source.tensors) == set(expected_tensors(config))
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(source.read(name), tensor)
+
+
+def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path, caplog):
+    """Published files of Gemma 4 have them in layers that read the cache of others."""
+    stored = load_file(PARITY / "gemma4_inputs" / "model.safetensors")
+    config = json.loads((PARITY / "gemma4_inputs" / "config.json").read_text())
+    text = {name.replace("model.", "model.language_model.", 1): x for name, x in stored.items()}
+    for layer in (4, 6):
+        for name in ("k_proj", "v_proj", "k_norm"):
+            own = f"model.language_model.layers.{layer}.self_attn.{name}.weight"
+            text[own] = np.ones(4, np.float32)
+    for name in ("audio_tower", "embed_vision"):
+        text[f"model.{name}.x.weight"] = np.ones(4, np.float32)
+    save_file(text, tmp_path / "model.safetensors")
+    whole = {"model_type": "gemma4", "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    caplog.set_level("INFO")
+    source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    assert "6 tensors of keys and values are not loaded" in caplog.text
+    assert source.config == replace(
+        HuggingFaceSource(PARITY / "gemma4_inputs").config, name=tmp_path.name
+    )
+
+
+def test_stacked_experts_are_read_one_by_one_where_rows_are_outputs():
+    source = HuggingFaceSource(PARITY / "gemma4_experts")
+    check_complete(source)
+    stored = load_file(PARITY / "gemma4_experts" / "model.safetensors")
+    layer = "model.layers.1.experts"
+    stack, down = stored[f"{layer}.gate_up_proj"], stored[f"{layer}.down_proj"]
+    matrix = source.read(f"{layer}.2.up_proj.weight")
+    np.testing.assert_array_equal(matrix, stack[2, 12:])
+    rows = source.read(f"{layer}.2.up_proj.weight", (slice(3, 7), slice(1, 9)))
+    np.testing.assert_array_equal(rows, matrix[3:7, 1:9])
+    np.testing.assert_array_equal(source.read(f"{layer}.3.down_proj.weight"), down[3])

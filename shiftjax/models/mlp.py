@@ -1,0 +1,106 @@
+"""Feed-forward parts of decoder layers: gated MLPs, and experts."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from shiftjax.arch.config import ModelConfig
+from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
+from shiftjax.models.layers import Context
+from shiftjax.models.part import Params, Part
+from shiftjax.models.products import gate_with
+
+
+class MLP(Part):
+    """The gated feed-forward part: down(silu(gate x) * up x), or with another activation."""
+
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    gate_bias: nnx.Param  # with mlp_bias
+    up_bias: nnx.Param
+    down_bias: nnx.Param
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], context: Context
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the (reduced) output."""
+        return self._plus_bias(context.parallel.reduce(self.partial(x)), "down")
+
+    def partial(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+        """Return what this device adds to it, without the last bias."""
+        gate, up = (self._plus_bias(self._out(x, name), name) for name in ("gate", "up"))
+        return self._in(gate_with(self.config.activation, gate, up), "down")
+
+    def _plus_bias(self, x: Float[Array, "tokens out"], name: str) -> Float[Array, "tokens out"]:
+        bias = getattr(self, f"{name}_bias", None)
+        return x if bias is None else x + bias[...][None]
+
+
+class OwnExperts(Part):
+    """The weights of the experts of one layer that this device stores."""
+
+    gate: nnx.Param
+    up: nnx.Param
+    down: nnx.Param
+    gate_scale: nnx.Param  # of codes
+    up_scale: nnx.Param
+    down_scale: nnx.Param
+    gate_bias: nnx.Param  # with experts.has_bias
+    up_bias: nnx.Param
+    down_bias: nnx.Param
+
+    @property
+    def weights(self) -> ExpertWeights:
+        """The stored matrices, scales and biases as arguments of the grouped product."""
+        stored = (getattr(self, name, None) for name in ExpertWeights._fields)
+        return ExpertWeights(*(None if one is None else one[...] for one in stored))
+
+
+class MoE(Part):
+    """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
+
+    router: nnx.Param
+    router_bias: nnx.Param  # with experts.has_bias
+    router_correction: nnx.Param  # with experts.has_correction, float32
+    experts: OwnExperts
+    shared: MLP  # with experts.shared_intermediate_size
+    shared_gate: nnx.Param  # with experts.has_shared_gate
+
+    def __init__(self, config: ModelConfig, params: Params):
+        parts = {"experts": OwnExperts, "shared": MLP}
+        super().__init__(config, {name: params[name] for name in params if name not in parts})
+        for name, part in parts.items():
+            if name in params:
+                setattr(self, name, part(config, params[name]))
+
+    def __call__(
+        self, x: Float[Array, "tokens hidden"], context: Context
+    ) -> Float[Array, "tokens hidden"]:
+        """Return the (reduced) output."""
+        return expert_layer(x, self._layer(context), self._shared(x))
+
+    def _layer(self, context: Context) -> ExpertLayer:
+        assert self.config.experts is not None
+        num_tokens = context.metadata.query_start_loc[-1]
+        own = self.config.experts, self.router[...], self.experts.weights
+        step = num_tokens, context.parallel, context.experts, self.config.activation
+        beside = self._of_router("router_bias"), self._of_router("router_correction")
+        return ExpertLayer(*own, *step, *beside)
+
+    def _of_router(self, name: str) -> Float[Array, " experts"] | None:
+        param = getattr(self, name, None)
+        return None if param is None else param[...]
+
+    def _shared(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"] | None:
+        """Return what this device adds to the output of the expert that every token uses."""
+        if not hasattr(self, "shared"):
+            return None
+        out = self.shared.partial(x)
+        if not hasattr(self, "shared_gate"):
+            return out
+        logit = jnp.einsum(
+            "th,oh->to", x, self.shared_gate[...], preferred_element_type=jnp.float32
+        )
+        return out * jax.nn.sigmoid(logit).astype(out.dtype)
