@@ -129,7 +129,7 @@ def _memory_row(
     every = [compiled for compiled, _ in steps.values()]
     held, temporary = every[0].weight_bytes, max(one.temporary_bytes for one in every)
     sums = sum_buffers_of(target, deployment)
-    predicted = memory.workspace_bytes - target.reserved_bytes - sums
+    predicted = memory.workspace_bytes - target.reserved_bytes(deployment) - sums
     more = memory.weight_bytes + predicted - held - temporary  # than was predicted
     kv = memory.kv_bytes + more
     return {

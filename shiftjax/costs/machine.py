@@ -68,7 +68,8 @@ class Machine:
     product_seconds: float = 0.0  # fixed time of a product, beside its launch
     # Share of a product's rate that products with several experts' matrices reach, by format.
     expert_efficiency: Mapping[str, float] = field(default_factory=lambda: {ANY: 1.0})
-    reserved_bytes: float = 0.0  # context, recorded graphs, buffers; 0: what the engine says
+    reserved_bytes: float = 0.0  # of the driver and a process's context
+    peer_bytes: float = 0.0  # buffers of collectives, for each other device of a group
     devices_per_host: int = 0  # 0: all of them
     # Between hosts, of each device by an adapter of its own, while all use theirs; (): not known.
     network: tuple[Transfer, ...] = ()
@@ -135,7 +136,7 @@ class EngineOverhead:
     kernels_per_step: int
     graph_tokens: int
     eager_kernel_seconds: float
-    reserved_bytes: float  # context, recorded graphs, buffers, where the machine does not say
+    reserved_bytes: float  # recorded graphs and workspaces, beside what the machine says
     pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
@@ -143,6 +144,7 @@ class EngineOverhead:
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
+    sampling_bytes: float = 0.0  # of a row and entry of the vocabulary, on every device; 0: split
     expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     expert_kernels: int = 0  # of a layer of experts, beside router, products and activation

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.weights import Weight
+from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
@@ -29,6 +30,22 @@ class Memory(NamedTuple):
 def kv_token_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of KV cache of a token on one device, all layers, replicas included."""
     return sum(len(each.layers) * each.spec.num_bytes(formats) for each in layout.caches)
+
+
+def reserved_bytes(machine: Machine, engine: EngineOverhead, num_devices: int) -> int:
+    """Bytes of a device beside weights, a step and KV, in a group of so many devices.
+
+    The driver and the context of the process, what the engine records, and buffers of collectives
+    with every other device. Measured memory leaves them out already: an engine that starts asks
+    its devices, and none of this counts.
+    """
+    peers = machine.peer_bytes * (num_devices - 1)
+    return int(machine.reserved_bytes + engine.reserved_bytes + peers)
+
+
+def sampling_bytes(engine: EngineOverhead, num_rows: int, vocab_size: int) -> int:
+    """Bytes that sampling takes at once in an engine that does not split it over the devices."""
+    return int(engine.sampling_bytes * num_rows * vocab_size)
 
 
 def temporary_bytes(

@@ -11,7 +11,13 @@ from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.machine_files import load_machine
-from shiftjax.costs.memory import Memory, expert_bytes, weight_bytes
+from shiftjax.costs.memory import (
+    Memory,
+    expert_bytes,
+    reserved_bytes,
+    sampling_bytes,
+    weight_bytes,
+)
 from shiftjax.deploy.budgets import budgets_for
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import base_rule, resolve
@@ -42,10 +48,10 @@ class Target:
         budgets = budgets_for(self.machine.shared_cores > 0, memory)
         return Devices(num_devices, memory, memory, per_host=per_host, budgets=budgets)
 
-    @property
-    def reserved_bytes(self) -> int:
-        """Of a device, beside weights, temporaries and KV: the machine says, or the engine."""
-        return int(self.machine.reserved_bytes or self.engine.reserved_bytes)
+    def reserved_bytes(self, deployment: Deployment) -> int:
+        """Of a device, beside weights, temporaries and KV, in its widest group."""
+        widest = deployment.widths[-1] if deployment.widths else deployment.sp
+        return reserved_bytes(self.machine, self.engine, widest * deployment.tp)
 
 
 def deploy_config(target: Target, config: EngineConfig) -> Deployment:
@@ -94,8 +100,10 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
 
     Raises ConfigError where these do not fit.
     """
-    workspace = target.reserved_bytes + sum_buffers_of(target, deployment)
-    workspace += max(each.temporary_bytes for each in deployment.by_width.values())
+    workspace = target.reserved_bytes(deployment) + sum_buffers_of(target, deployment)
+    step = max(each.temporary_bytes for each in deployment.by_width.values())
+    rows, vocab_size = deployment.budgets.max_rows, target.model.vocab_size
+    workspace += max(step, sampling_bytes(target.engine, rows, vocab_size))
     memory = deployment.memory(target.devices, workspace)
     if not deployment.num_blocks:
         return memory

@@ -7,10 +7,13 @@ REPLAY = "shiftjax/sim/replay.py"
 
 PLANNING = "shiftjax/sim/planning.py"
 ESTIMATE = "shiftjax/sim/estimate.py"
+MEMORY = "shiftjax/costs/memory.py"
+MODELLED = "shiftjax/sim/modelled.py"
 MESH = "shiftjax/sim/chosen_mesh.py"
 
 TEST_LOOP = ("tests/sim/test_closed_loop.py",)
 TEST_BEST = ("tests/sim/test_recommend.py",)
+TEST_KV = ("tests/sim/test_kv_sizes.py",)
 TEST_MESH = ("tests/sim/test_chosen_mesh.py",)
 
 ROWS: tuple[Mutant, ...] = (
@@ -65,5 +68,27 @@ ROWS: tuple[Mutant, ...] = (
         "a mesh is chosen over the settings'", "plans", MESH,
         "        and all(each is None for each in says)\n", "",
         TEST_MESH, "--sp and --tp mean nothing to a model with experts",
+    ),
+    Mutant(
+        "one device pays for peers", "plans", MEMORY,
+        "machine.peer_bytes * (num_devices - 1)", "machine.peer_bytes * num_devices",
+        TEST_KV, "a model that fits one device is refused",
+    ),
+    Mutant(
+        "collectives hold nothing", "plans", MEMORY,
+        "machine.reserved_bytes + engine.reserved_bytes + peers",
+        "machine.reserved_bytes + engine.reserved_bytes",
+        TEST_KV, "eight devices are given more KV than they have room for",
+    ),
+    Mutant(
+        "sampling is on top of a step", "plans", MODELLED,
+        "max(step, sampling_bytes(target.engine, rows, vocab_size))",
+        "step + sampling_bytes(target.engine, rows, vocab_size)",
+        TEST_KV, "less KV than engines log",
+    ),
+    Mutant(
+        "every engine splits its sampling", "plans", MODELLED,
+        "max(step, sampling_bytes(target.engine, rows, vocab_size))", "step",
+        TEST_KV, "more KV than engines log",
     ),
 )  # fmt: skip

@@ -154,8 +154,9 @@ def test_the_longest_mode_counts_seconds_not_steps():
 
 def test_temporaries_are_those_of_the_tokens_that_a_device_has():
     hidden, inner, logits = 8192, 28_672, 3 * 256 * 128_256 * 4 // 8
-    fixed = int(VLLM.machine.reserved_bytes) + logits
-    memory = {name: memory_of(VLLM, DEPLOYMENTS[name]).workspace_bytes for name in NAMES}
+    splits = replace(VLLM, engine=replace(VLLM.engine, sampling_bytes=0.0))
+    fixed = splits.reserved_bytes(DEPLOYMENTS["sp"]) + logits
+    memory = {name: memory_of(splits, DEPLOYMENTS[name]).workspace_bytes for name in NAMES}
     assert memory["sp"] - fixed == 8192 // 8 * (4 * hidden + 3 * inner) * 2
     assert memory["tp"] - fixed == 8192 * (4 * hidden + 3 * inner // 8) * 2
     assert memory["shift"] == memory["sp"]  # a step of up to 256 tokens needs less

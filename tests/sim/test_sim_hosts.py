@@ -113,8 +113,8 @@ def test_a_plan_of_an_engines_settings_is_over_its_hosts(capsys, tmp_path):
 
 
 def test_requests_that_no_host_holds_are_for_one_engine():
-    """Devices of 28 GB: a host has room for a request, but not for the longest of the model."""
-    machine = replace(TWO, memory_bytes=28e9, reserved_bytes=0.0)
+    """Devices of 26 GB: a host has room for a request, but not for the longest of the model."""
+    machine = replace(TWO, memory_bytes=26e9, reserved_bytes=0.0)
     target = on(machine)
     target = replace(target, engine=replace(target.engine, buffers_each_sum=False))
     words = hosts_in_words(target, Workload(1000, 100))
