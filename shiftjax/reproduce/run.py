@@ -21,6 +21,7 @@ from shiftjax.sim.report import Report, new_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
+MANIFOLD = 10  # times the least value: then an axis is logarithmic
 Part = Callable[[Published, Options], Iterator[Figure | Curve]]
 
 
@@ -68,6 +69,8 @@ def markdown(figures: Sequence[Figure]) -> str:
 def write(results: Mapping[str, Sequence[Figure | Curve]], out: Path) -> None:
     """Write `report.html` with pictures, `figures.csv` and `.jsonl`, and `reproduce.md`.
 
+    The last has what was published alone.
+
     Raises ConfigError where pictures cannot be drawn.
     """
     report = Report("Published evaluations, run again on simulated devices", out)
@@ -85,7 +88,8 @@ def write(results: Mapping[str, Sequence[Figure | Curve]], out: Path) -> None:
             if isinstance(curve, Curve):
                 report.plot(f"{name}: {curve.title}", lines(curve))
         rows += [each.row() for each in figures]
-        pages.append(f"## {heading}\n\n{markdown(figures)}\n\n{count(figures)}.\n")
+        stated = [each for each in figures if each.published is not None]
+        pages.append(f"## {heading}\n\n{markdown(stated)}\n\n{count(figures)}.\n")
     report.table("all figures", rows, "figures")
     report.save()
     (out / "reproduce.md").write_text("\n".join(pages), encoding="utf-8")
@@ -99,9 +103,10 @@ def ratios(figures: Sequence[Figure]) -> "Picture":
     axes.axvspan(1 - FAR, 1 + FAR, color="0.92", label=f"within {FAR:.0%}")
     axes.axvspan(1 - NEAR, 1 + NEAR, color="0.8", label=f"within {NEAR:.0%}")
     axes.plot([1 + (each.error or 0.0) for each in figures], places, "o", color="tab:blue")
-    axes.set_yticks(places, [f"{each.number}: {each.what}"[:80] for each in figures], fontsize=7)
-    axes.invert_yaxis()
+    axes.set_yticks(places, [f"{each.number}: {each.what}"[:62] for each in figures], fontsize=7)
+    axes.set_ylim(len(figures) - 0.5, -0.5)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(_plain)
     axes.set_xlabel("ours over published")
     axes.grid(visible=True, axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)
@@ -109,14 +114,22 @@ def ratios(figures: Sequence[Figure]) -> "Picture":
 
 
 def lines(curve: Curve) -> "Picture":
-    """A line for each name of a curve, on logarithmic axes."""
+    """A line for each name of a curve; an axis of tenfold values and more is logarithmic."""
     picture, (axes,) = new_axes()
     for name, points in curve.lines.items():
         axes.plot([x for x, _ in points], [y for _, y in points], "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    every = [point for points in curve.lines.values() for point in points]
+    for axis, values in zip("xy", zip(*every, strict=True), strict=True):
+        if min(values) > 0 and max(values) >= MANIFOLD * min(values):
+            getattr(axes, f"set_{axis}scale")("log", base=2)
+            getattr(axes, f"{axis}axis").set_major_formatter(_plain)
     axes.set_xlabel(curve.x)
     axes.set_ylabel(curve.y)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return picture
+
+
+def _plain(value: float, _: int) -> str:
+    """A tick of a logarithmic axis as a number, not as a power."""
+    return f"{value:,.0f}" if value >= 10 else f"{value:g}"

@@ -75,4 +75,15 @@ def test_a_report_has_tables_pictures_and_rows(tmp_path):
     assert "within 15%: 0 of 1, within 25%: 1, median error 20%; 1 of ours alone" in page
     names = {"shift-ours-over-published.svg", "shift-by-rate.svg", "figures.csv", "figures.jsonl"}
     assert names <= {each.name for each in tmp_path.iterdir()}
-    assert "| **+20%** |" in (tmp_path / "reproduce.md").read_text()
+    written = (tmp_path / "reproduce.md").read_text()
+    assert "| **+20%** |" in written
+    assert "| 3 ms |" not in written  # nothing stands beside it
+    assert "1 of ours alone" in written
+
+
+def test_an_axis_of_many_sizes_is_logarithmic():
+    for last, scale in ((9.0, "linear"), (10.0, "log")):
+        (axes,) = run.lines(Curve("t", "x", "y", {"dp": [(1.0, 5.0), (last, 6.0)]})).axes
+        assert (axes.get_xscale(), axes.get_yscale()) == (scale, "linear")
+    (axes,) = run.lines(Curve("t", "s", "units", {"dp": [(0.0, 1.0), (60.0, 8.0)]})).axes
+    assert axes.get_xscale() == "linear"
