@@ -30,6 +30,7 @@ from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
 from shiftjax.phases.resharding import PHASES, Exchange, Resharding
 from shiftjax.sizing.cost_sizes import CostSizes, patience_of, sizes_by_costs
+from shiftjax.sizing.target_sizes import TargetSizes
 
 
 class Drafter(NamedTuple):
@@ -144,8 +145,10 @@ def _sizes(groups: Groups, width: int) -> StepSizes | None:
     deployment, costs = groups.deployment.of_width(width), groups.costs[width]
     if costs is None or not sizes_by_costs(deployment, costs):
         return None
-    known = groups.policies[width], groups.modes[width], costs
-    return CostSizes(deployment.step_sizes, *known, num_groups=deployment.dp)
+    known = deployment.step_sizes, groups.policies[width], groups.modes[width], costs
+    if deployment.targets.are_none:
+        return CostSizes(*known, deployment.dp)
+    return TargetSizes(*known, deployment.dp, deployment.targets)
 
 
 def _patience(groups: Groups) -> float:

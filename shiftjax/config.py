@@ -28,6 +28,7 @@ from shiftjax.options import (
 )
 from shiftjax.parallel.arrangements import FleetOptions, fleet_problems, traits_of
 from shiftjax.parallel.degrees import AUTO_PHASES, Degrees, parse_phases
+from shiftjax.targets import Targets, make_targets, parse_classes
 
 DEFAULT_SHIFT_THRESHOLD = 256  # tokens; the default that Arctic Inference documents
 MOST_HOST_BYTES = 1 << 50
@@ -75,6 +76,14 @@ def _address(text: str) -> str | None:
     if host and port.isdecimal() and 0 < int(port) < MOST_PORT:
         return None
     return f"must be HOST:PORT with a port below {MOST_PORT}, got {shown(text)}"
+
+
+def _classes(text: str) -> str | None:
+    try:
+        _ = parse_classes(text)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _phases(text: str) -> str | None:
@@ -302,11 +311,37 @@ class SchedulerOptions:
         high=1 << 20,
     )
     overlap: bool = option(True, "schedule a step while the one before it runs")
+    target_ttft: float | None = option(
+        None,
+        "seconds to the first token that requests should keep to: sizes of steps are chosen for "
+        "it, and the page and /metrics count those that do; default: none",
+        flags=("--target-ttft", "--ttft-target"),
+        low=0.001,
+        high=86400.0,
+    )
+    target_tpot: float | None = option(
+        None,
+        "the same per later token, as a mean of a request",
+        flags=("--target-tpot", "--tpot-target"),
+        low=0.0001,
+        high=3600.0,
+    )
+    targets_by_priority: str | None = option(
+        None,
+        "other targets for requests from a priority on, as PRIORITY:TTFT/TPOT, with commas: "
+        "1:5/0.2,1000:none/none",
+        check=_classes,
+    )
     step_sizes: Literal["cost", "largest"] = control(
         "cost",
         "how large steps with prompts are: by what they cost, where that is known, and prompts in "
         "an order of their lengths, too; or as large as they may be, in order of arrival",
     )
+
+    @property
+    def targets(self) -> Targets:
+        """The three settings of targets as one."""
+        return make_targets(self.target_ttft, self.target_tpot, self.targets_by_priority)
 
 
 @dataclass(frozen=True)

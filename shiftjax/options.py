@@ -214,7 +214,9 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
-RENAMED = types.MappingProxyType({"stages": "phases"})  # settings, by the names they had
+RENAMED = types.MappingProxyType(  # settings, by the names they had
+    {"stages": "phases", "ttft_target": "target_ttft", "tpot_target": "target_tpot"}
+)
 
 
 def unknown_name(name: str, known: Iterable[str], what: str = "option") -> str:

@@ -5,6 +5,7 @@
 
 A cell is a model and a kind of traffic. Every seed is another window of a published trace, or
 another draw. Prints one row for a cell: what changes in percent, the mean of its seeds' ratios.
+With `--targets` it compares sizes by cost with those for the model's objectives as targets.
 """
 
 import argparse
@@ -90,10 +91,14 @@ TRAFFIC: dict[str, Traffic] = {
 
 
 def deployed(model: Model, traffic: str, sizes: str) -> tuple[Target, Deployment]:
-    """The target of a cell, and the engine with these sizes of steps."""
+    """The target of a cell, and the engine with these sizes of steps, by cost for `targets`."""
     target = target_from({"model": model.name, "machine": "h200x8", "dtype": "fp8"})
     target = replace(target, machine=replace(target.machine, num_devices=model.devices))
-    words = [model.policy, model.deployment, f"step_sizes={sizes}"]
+    words = [model.policy, model.deployment]
+    if sizes == "targets":
+        words += [f"target_ttft={model.ttft}", f"target_tpot={model.tpot}"]
+    else:
+        words.append(f"step_sizes={sizes}")
     words += ["block_size=128"] if traffic == "moon" else []
     return target, deploy(target, ",".join(filter(None, words)))
 
@@ -129,10 +134,11 @@ def row_of(cell: str, pairs: Sequence[tuple[dict[str, float], dict[str, float]]]
 
 
 def main() -> None:
-    """Replay every cell, first with the largest steps."""
+    """Replay every cell in two ways."""
     parser = argparse.ArgumentParser(description="Replay sizes of steps by cost.")
     parser.add_argument("cells", nargs="+")
     parser.add_argument("--seeds", default="0")
+    parser.add_argument("--targets", action="store_true", help="with and without targets")
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--mooncake", type=Path, help="conversation_trace.jsonl")
     given = parser.parse_args()
@@ -142,7 +148,7 @@ def main() -> None:
         for seed in map(int, given.seeds.split(",")):
             requests = TRAFFIC[traffic](model.rate, seed, given)
             runs = []
-            for sizes in ("largest", "cost"):
+            for sizes in ("cost", "targets") if given.targets else ("largest", "cost"):
                 target, deployment = deployed(model, traffic, sizes)
                 runs.append(numbers(replay(requests, target, deployment), model))
             pairs.append((runs[0], runs[1]))

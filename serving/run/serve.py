@@ -348,6 +348,7 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         num_compiles=lambda: llm.num_compiles,
         attention=stats["attention"],
         defaults=llm.sampling_defaults,
+        targets=llm.deployment.targets,
     )
 
 

@@ -74,7 +74,8 @@ def open_simulated(
     template = chat_template(tokenizer, options)
     chosen = config.model.generation_config, config.model.override_generation_config
     defaults = sampling_defaults(*chosen, _directory(config))
-    served = ServedModel(names, tokenizer, template, info, simulated=machine, defaults=defaults)
+    told = {"simulated": machine, "defaults": defaults, "targets": deployment.targets}
+    served = ServedModel(names, tokenizer, template, info, **told)
     return Simulated(engine, served)
 
 

@@ -16,6 +16,8 @@ from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.metric import Metric
 from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState
+from shiftjax.sizing import target_sizes
+from shiftjax.sizing.target_sizes import TargetStats
 
 
 def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
@@ -25,6 +27,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))
+    yield from target_sizes.metrics(stats.find(TargetStats))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
 

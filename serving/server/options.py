@@ -99,16 +99,6 @@ class ServerOptions:
         low=0.0,
         high=3600.0,
     )
-    ttft_target: float | None = option(
-        None,
-        "seconds to the first token that requests should keep to: the page and /metrics count "
-        "those that do; default: none",
-        low=0.001,
-        high=86400.0,
-    )
-    tpot_target: float | None = option(
-        None, "the same per later token, as a mean of a request", low=0.0001, high=3600.0
-    )
     stream_interval: int = option(
         1,
         "tokens that a stream delivers together, at least; the first comes at once",
@@ -196,7 +186,6 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
             *("chat_template", "default_chat_template_kwargs", "force_include_usage"),
             *("kv_events", "kv_events_endpoint", "kv_events_topic"),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
-            *("ttft_target", "tpot_target"),
             *("store_responses", "store_dir", "otlp_traces_endpoint"),
         ),
         "generate",

@@ -9,6 +9,7 @@ from typing import Any
 from serving.server.formats.pieces import Parser, PlainParser
 from serving.server.handle import RequestHandle
 from serving.server.schema import Wish
+from shiftjax.targets import NO_TARGETS, Targets
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
 from shiftjax.text.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ class ServedModel:
     reader: InputReader | None = None  # of an encoder's inputs
     attention: Mapping[str, str] = field(default_factory=dict)  # implementation -> why it is used
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, by field
+    targets: Targets = NO_TARGETS  # of latency
     simulated: str = ""  # the machine that its devices are simulated of; "": they are real
     created: int = field(default_factory=lambda: int(time.time()))
 

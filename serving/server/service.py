@@ -29,7 +29,7 @@ from serving.server.schema import Wish, fitting, prompts_of, with_server_default
 from serving.server.served import Generation, ServedModel
 from serving.server.start_phases import Phases
 from serving.server.texts import Texts
-from serving.server.timeline import Targets, Timeline
+from serving.server.timeline import Timeline
 from serving.server.tools import checked_functions, read_calls
 from shiftjax.core.request import Request, SamplingParams, derive_seed
 from shiftjax.text.token_rules import ruled
@@ -47,7 +47,7 @@ class Service:
         self.phases = Phases()  # of the start
         self.metrics = Metrics(options.metrics_prefix, self.phases)
         self._embedding_metrics = EmbeddingMetrics(self.metrics)
-        self.timeline = Timeline(Targets(options.ttft_target, options.tpot_target))
+        self.timeline = Timeline()
         self._quotas = Quotas(options)
         self.model: ServedModel | None = None
         self.engine: AsyncEngine | AsyncEmbedder | None = None
@@ -62,6 +62,7 @@ class Service:
     def open(self, model: ServedModel, engine: AsyncEngine | AsyncEmbedder) -> None:
         """Begin to serve."""
         self.model, self.engine = model, engine
+        self.timeline.targets = model.targets
         self.phases.end()
         longest = engine.request_limits.max_model_len
         texts = Texts(model.tokenizer, model.template, longest, self._threads)

@@ -1,9 +1,10 @@
 """The last minutes of the engine, for the page: steps by mode, batch, queue, recent requests."""
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from shiftjax.drafts.speculation import DraftStats
 from shiftjax.embed.embed_engine import EmbedStats
 from shiftjax.fleet.state import FleetState
 from shiftjax.metric import Metric, counter
+from shiftjax.targets import NO_TARGETS, Target
 
 SLOT_SECONDS = {60: 0.5, 600: 5.0}  # by the span in seconds: how fine the past is kept
 STRIP_SECONDS, NUM_STRIPS = 0.5, 120  # of the groups of a fleet
@@ -28,26 +30,11 @@ NOW_SECONDS = 5.0  # of which rates and means of now are
 PERCENTILES = (0, 10, 25, 50, 75, 90, 95, 99, 100)  # of the curves
 
 
-class Targets(NamedTuple):
-    """Seconds that requests should keep to; None: any."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-    def are_met(self, ttft: float | None, tpot: float | None) -> bool:
-        """Whether a request that ended well has kept to both."""
-        pairs = (ttft, self.ttft), (tpot, self.tpot)
-        return all(most is None or took is None or took <= most for took, most in pairs)
-
-
-NO_TARGETS = Targets()
-
-
 class Timeline:
     """An `Observer` that keeps a bounded past. Times are seconds of `time.monotonic()`."""
 
-    def __init__(self, targets: Targets = NO_TARGETS) -> None:
-        self._targets = targets
+    def __init__(self) -> None:
+        self.targets = NO_TARGETS
         self._past = {
             span: History(seconds, round(span / seconds)) for span, seconds in SLOT_SECONDS.items()
         }
@@ -143,7 +130,8 @@ class Timeline:
                 at = handle.request.arrival_seconds + ttft
                 self._note_first(max(at, now - NOW_SECONDS), queue, ttft - queue)
             if handle.error is None:
-                good = self._targets.are_met(ttft, metrics.tpot_seconds)
+                target = self.targets.of(handle.request.priority)
+                good = target.is_met(ttft, metrics.tpot_seconds)
                 self._count(now, ended=1, good=int(good))
                 self._by_targets["met" if good else "missed"] += 1
         for known in (self._begun, self._first, self._fresh):
@@ -183,12 +171,12 @@ class Timeline:
                 "ttft": _percentiles(self._ttft, PERCENTILES),
                 "tpot": _percentiles(self._tpot, PERCENTILES),
             },
-            "targets": self._targets._asdict(),
+            "targets": _shown(self.targets.default),
         }
 
     def metrics(self) -> Iterator[Metric]:
         """How many requests kept to the targets; nothing where there are none."""
-        if self._targets != NO_TARGETS:
+        if not self.targets.are_none:
             found = {(outcome,): self._by_targets[outcome] for outcome in ("met", "missed")}
             text = "Requests that ended well, by whether they kept to the latency targets."
             yield counter("requests_by_targets", text, found, "outcome")
@@ -242,6 +230,11 @@ def _totals(stats: EngineStats) -> dict[str, int]:
         "failed": stats.num_failed_steps,
         "accepted": 0 if (drafts := stats.find(DraftStats)) is None else drafts.num_accepted,
     }
+
+
+def _shown(target: Target) -> dict[str, float | None]:
+    """A target as the page has it; None: any."""
+    return {name: None if s == math.inf else s for name, s in target._asdict().items()}
 
 
 def _percentiles(values: deque[float], of: Sequence[float] = (50, 90, 99)) -> list[float]:

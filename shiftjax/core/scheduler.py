@@ -575,6 +575,7 @@ class Scheduler:
         """Return the counters of what is plugged in; those of several groups can be added."""
         yield from self.lookahead.states()
         yield from self.tables.tier.states()
+        yield from self.sizes.states()
 
     def check(self) -> None:
         """Conservation of blocks and queues. Raises `RuntimeError` at the first breach."""

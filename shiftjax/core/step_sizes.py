@@ -1,10 +1,10 @@
 """How many tokens a step with prompts takes, and who may be passed: the seam for sizes. No JAX."""
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from shiftjax.core.plan_builder import PlanBuilder
-from shiftjax.core.request import Request, SequenceState, StepPlan
+from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.parallel.grid import Mode
 
 MANY = 32  # prompts of a kind, begun or waiting, that are looked at one by one
@@ -30,6 +30,8 @@ class Demand(NamedTuple):
     num_more: int  # prompts behind them that will find a place among the running ones
     num_waiting: int  # sequences that wait, in this group and before all groups
     most: int  # tokens of the step
+    sequences: Sequence[SequenceState] = ()  # whose prompts these are
+    decodes: Sequence[ScheduledSequence] = ()
 
 
 class StepSizes:
@@ -50,6 +52,10 @@ class StepSizes:
 
     def ended(self, num_output_tokens: int) -> None:
         """Called with the length of an answer that has come to its end by itself."""
+
+    def states(self) -> Iterator[Any]:
+        """Return the counters; those of several groups can be added."""
+        yield from ()
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
         """Called with the seconds of a step; `is_hidden`: it was planned during another."""
@@ -89,6 +95,8 @@ def demand_of(
         num_more,
         len(waiting) + turn.num_queued,
         num_decodes + builder.tokens_left,
+        [*begun, *near],
+        builder.decodes,
     )
 
 

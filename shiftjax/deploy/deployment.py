@@ -39,6 +39,7 @@ from shiftjax.parallel.arrangements import (
 )
 from shiftjax.parallel.grid import Grid, Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.targets import NO_TARGETS, Targets
 
 
 class Devices(NamedTuple):
@@ -91,6 +92,7 @@ class Deployment:
     machine: str | None = None  # what predictions take the devices for; None: by their kind
     seed: int = 0  # of requests that bring none, and of random weights
     sizes_by: Literal["cost", "largest"] = "cost"  # of steps with prompts, where costs are known
+    targets: Targets = NO_TARGETS  # of latency, that sizes of steps are chosen for, too
     kv_scales: str = ""  # name of the scales of a KV cache of codes: equal ones have equal names
 
     @cached_property

@@ -115,6 +115,7 @@ def resolve(
         overlap=scheduler.overlap,
         machine=scheduler.machine,
         sizes_by=scheduler.step_sizes,
+        targets=scheduler.targets,
         seed=config.model.seed,
     )
     _ = deployment.fixed  # that its groups can be formed

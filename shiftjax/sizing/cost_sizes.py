@@ -87,9 +87,14 @@ class CostSizes(StepSizes):
         """An answer has ended: how long they are."""
         self.answer += ANSWER_SHARE * (num_output_tokens - self.answer)
 
+    @property
+    def num_recent(self) -> int:
+        """How many arrivals the rate is told by."""
+        return len(self._arrivals)
+
     def rate(self, now: float) -> float:
         """Requests that come in a second."""
-        num = len(self._arrivals)
+        num = self.num_recent
         return 0.0 if num < LEAST_RECENT else num / max(1e-3, now - min(self._arrivals))
 
     def learn_step(self, plan: StepPlan, mode: Mode, seconds: float, is_hidden: bool) -> None:
@@ -114,7 +119,11 @@ class CostSizes(StepSizes):
             ARRIVALS * self.rate(demand.turn.now),
             self.answer,
         )
-        return best_size(self.sizes, demand.most, queue, self._seconds(demand, ends))
+        return self.best(demand, queue, self._seconds(demand, ends))
+
+    def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
+        """Return the size, of steps that take `seconds(index of a size, prompt tokens)`."""
+        return best_size(self.sizes, demand.most, queue, seconds)
 
     def _seconds(self, demand: Demand, ends: Sequence[int]) -> Callable[[int, int], float]:
         """Seconds of a step of `sizes[i]` with n prompt tokens."""

@@ -47,6 +47,14 @@ class Sized(NamedTuple):
         return WEIGHT * self.first + self.late
 
 
+class Candidate(NamedTuple):
+    """A size that a step could have, and what steps of it come to."""
+
+    index: int  # of the size
+    sized: Sized
+    keeps: bool  # first tokens come no later than the slack allows
+
+
 def best_size(
     sizes: Sequence[int], most: int, queue: Queue, seconds: Callable[[int, int], float]
 ) -> int:
@@ -55,22 +63,31 @@ def best_size(
     `seconds(i, n)` is what a step of `sizes[i]` takes with n prompt tokens in it; with none, it is
     one of decodes alone.
     """
+    kept = [each for each in candidates(sizes, most, queue, seconds) if each.keeps]
+    if not kept:
+        return most
+    return min(most, sizes[min(kept, key=lambda each: each.sized.cost).index])
+
+
+def candidates(
+    sizes: Sequence[int], most: int, queue: Queue, seconds: Callable[[int, int], float]
+) -> list[Candidate]:
+    """Return what may be chosen, the largest first, which keeps what it has to; none: `most`."""
     num_decodes, total = queue.num_decodes, queue.ends[-1] + queue.more_tokens
-    top = len(sizes) - 1
-    largest = min(bisect_left(sizes, min(num_decodes + total, most)), top)
-    alone = seconds(min(bisect_left(sizes, max(num_decodes, 1)), top), 0)
-    best, bound = None, None
+    largest = min(bisect_left(sizes, min(num_decodes + total, most)), len(sizes) - 1)
+    alone = seconds(size_alone(sizes, num_decodes), 0)
+    found: list[Candidate] = []
     for i in range(largest, bisect_left(sizes, num_decodes + 1) - 1, -1):
         if sizes[i] <= num_decodes:
             break
         sized = _sized(sizes, i, queue, seconds, alone)
-        if bound is None:
-            bound = sized
-        elif not _keeps(sized, bound):
-            continue
-        if best is None or sized.cost < best[0]:
-            best = sized.cost, sizes[i]
-    return most if best is None else min(most, best[1])
+        found.append(Candidate(i, sized, not found or _keeps(sized, found[0].sized)))
+    return found
+
+
+def size_alone(sizes: Sequence[int], num_decodes: int) -> int:
+    """Return the index of the size that a step of decodes alone has."""
+    return min(bisect_left(sizes, max(num_decodes, 1)), len(sizes) - 1)
 
 
 def _keeps(sized: Sized, largest: Sized) -> bool:

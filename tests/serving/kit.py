@@ -38,6 +38,7 @@ from shiftjax.parallel.grid import Group
 from shiftjax.sim.echo import EchoRunner
 from shiftjax.text.byte_tokenizer import byte_backend
 from shiftjax.text.chat import ChatTemplate
+from shiftjax.targets import NO_TARGETS
 from shiftjax.text.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
@@ -196,7 +197,11 @@ def running_server(
     grammar_timeout: float = 60.0,  # a busy machine shall not change answers
     **options,
 ) -> Iterator[Running]:
-    """A server over an engine; at the end it must stop cleanly and hold nothing."""
+    """A server over an engine; at the end it must stop cleanly and hold nothing.
+
+    `options` are those of the server, and `targets`.
+    """
+    targets = options.pop("targets", NO_TARGETS)
     engine = engine or make_engine()
     tokenizer = tokenizer or byte_tokenizer()
 
@@ -206,6 +211,7 @@ def running_server(
         async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         names, told = ("echo", "echo-alias"), {"num_compiles": num_compiles, "defaults": defaults}
+        told["targets"] = targets
         model = ServedModel(names, tokenizer, template, **told)
         service.open(model, async_engine)
         if service.grammars is not None:

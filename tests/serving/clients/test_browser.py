@@ -12,6 +12,7 @@ from kit import make_drafting_engine, make_engine, running_server
 from serving.server.start_phases import Phases
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.parallel.grid import Group
+from shiftjax.targets import Target, Targets
 
 pytestmark = pytest.mark.thorough
 
@@ -163,7 +164,7 @@ def test_the_strip_says_which_mode_and_why(opened, server):
 
 def test_the_page_says_what_binds_and_what_to_change(page):
     """In a sentence, as first tokens over time, as percentiles, and by targets."""
-    options = {"ttft_target": 30.0, "grpc": False}
+    options = {"targets": Targets(Target(ttft=30.0)), "grpc": False}
     with running_server(make_engine(max_num_seqs=4), **options) as server:
         page.goto(f"{server.url}/ui")
         page.wait_for_selector("#state.ready")

@@ -6,6 +6,7 @@ import pytest
 from kit import COMPLETION, make_engine, metric_total, metric_values, running_server
 
 from serving.server.bottleneck import Look, StepInFlight, bound_of, stuck_bound
+from shiftjax.targets import Target, Targets
 
 BUSY = Look(
     running=64,
@@ -160,7 +161,7 @@ def test_a_server_that_is_stuck_says_in_which_step():
 def test_first_tokens_are_split_and_targets_are_counted():
     """Over time, as percentiles, and as a metric."""
     engine = make_engine(max_num_seqs=1)
-    options = {"ttft_target": 0.15, "tpot_target": 60.0, "grpc": False}
+    options = {"targets": Targets(Target(0.15, 60.0)), "grpc": False}
     with running_server(engine, **options) as server, server.client() as client:
         server.runner.step_seconds = 0.05
         with ThreadPoolExecutor(2) as pool:

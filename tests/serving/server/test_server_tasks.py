@@ -32,8 +32,6 @@ OTHERS = {
     "max_seqs_per_address": 4,
     "store_responses": "1GiB",
     "store_dir": "kept",
-    "ttft_target": 0.5,
-    "tpot_target": 0.05,
     "otlp_traces_endpoint": "http://127.0.0.1:4317",
     "force_include_usage": True,
     "default_chat_template_kwargs": "{}",

@@ -1,0 +1,108 @@
+"""Sizes of steps with prompts where requests have latency targets. No JAX.
+
+A size costs what `drain.py` says, and `PRICE` seconds of that for each request that would pass its
+target (`misses.py`). First tokens may then come as late as the targets allow. Where nobody would
+pass a target with the size that is best without them, it is that one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shiftjax.core.policy import Policy
+from shiftjax.core.step_sizes import Demand
+from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.metric import Metric, counter
+from shiftjax.parallel.grid import Mode
+from shiftjax.sizing.cost_sizes import CostSizes
+from shiftjax.sizing.drain import Candidate, Queue, candidates, size_alone
+from shiftjax.sizing.misses import Coming, Steps, num_missed, owed_to
+from shiftjax.targets import Targets
+
+PRICE = 10.0  # seconds of first tokens and of late ones, that a request inside its target is worth
+FEWEST = 1e-3  # requests: fewer are none
+
+
+@dataclass(slots=True)
+class TargetStats:
+    """Steps with prompts since the start, by what decided their size: cost or targets."""
+
+    decided: Counter[str] = field(default_factory=Counter)
+
+    def __add__(self, other: "TargetStats") -> "TargetStats":
+        """Return what two groups have counted together."""
+        return TargetStats(self.decided + other.decided)
+
+
+def metrics(stats: TargetStats | None) -> Iterator[Metric]:
+    """How often targets decided; nothing where there are none."""
+    if stats is not None:
+        found = {(by,): stats.decided[by] for by in ("cost", "targets")}
+        yield counter("step_sizes", "Steps with prompts, by what decided their size.", found, "by")
+
+
+class TargetSizes(CostSizes):
+    """As `CostSizes`, for requests that have targets."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        policy: Policy,
+        modes: Sequence[Mode],
+        costs: GroupCosts,
+        num_groups: int,
+        targets: Targets,
+    ):
+        super().__init__(sizes, policy, modes, costs, num_groups)
+        self.targets = targets
+        self.stats = TargetStats()
+
+    def states(self) -> Iterator[TargetStats]:
+        """Return the counters."""
+        yield self.stats
+
+    def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
+        """Return the size that is best for all, those counted who would pass their targets."""
+        found = candidates(self.sizes, demand.most, queue, seconds)
+        if not found:
+            return demand.most
+        missed = self._missed(demand, queue, seconds)
+        usual = best = min((each for each in found if each.keeps), key=_cost)
+        num = missed(best)
+        if num > FEWEST:
+            least = _cost(best) + PRICE * num
+            for each in sorted(found, key=_cost):
+                if _cost(each) >= least:
+                    break
+                if (cost := _cost(each) + PRICE * missed(each)) < least:
+                    best, least = each, cost
+        self.stats.decided["cost" if best is usual else "targets"] += 1
+        return min(demand.most, self.sizes[best.index])
+
+    def _missed(
+        self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]
+    ) -> Callable[[Candidate], float]:
+        """How many requests would pass their targets with a size."""
+        sizes, now = self.sizes, demand.turn.now
+        owed = owed_to(demand.sequences, demand.decodes, self.targets, now)
+        # Those in front of the groups have come, too.
+        num_queued = demand.turn.num_queued / self.num_groups
+        rate = self.rate(now) * (1 + num_queued / max(1, self.num_recent))
+        top, answer = len(sizes) - 1, queue.answer
+        token = seconds(top, sizes[top]) / sizes[top]
+        coming = Coming(queue.num_more, rate, self.prompt, answer, token)
+        ends, total = np.array(queue.ends, float), queue.ends[-1] + queue.more_tokens
+        alone = seconds(size_alone(sizes, queue.num_decodes), 0)
+
+        def missed(each: Candidate) -> float:
+            p = sizes[each.index] - queue.num_decodes
+            steps = Steps(p, seconds(each.index, min(p, total)), alone, each.sized.drain)
+            return num_missed(owed, ends, coming, steps)
+
+        return missed
+
+
+def _cost(each: Candidate) -> float:
+    return each.sized.cost
