@@ -54,14 +54,14 @@ def parse_classes(text: str) -> tuple[tuple[int, Target], ...]:
     found: dict[int, Target] = {}
     for entry in text.split(","):
         priority, _, pair = entry.strip().partition(":")
-        seconds = pair.split("/")
         try:
-            number, target = int(priority), Target(*map(_seconds, seconds))
+            ttft, tpot = map(_seconds, pair.split("/"))
+            number = int(priority)
         except ValueError:
-            number, target = 0, None
-        if len(seconds) != 2 or target is None or number in found:
+            number = None
+        if number is None or number in found:
             raise ValueError(f"must be PRIORITY:TTFT/TPOT, with commas, got {shown(entry)}")
-        found[number] = target
+        found[number] = Target(ttft, tpot)
     return tuple(sorted(found.items()))
 
 

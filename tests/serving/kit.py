@@ -36,9 +36,9 @@ from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.parallel.grid import Group
 from shiftjax.sim.echo import EchoRunner
+from shiftjax.targets import NO_TARGETS
 from shiftjax.text.byte_tokenizer import byte_backend
 from shiftjax.text.chat import ChatTemplate
-from shiftjax.targets import NO_TARGETS
 from shiftjax.text.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
