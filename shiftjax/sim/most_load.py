@@ -80,7 +80,7 @@ def _highest(trials: Trials, kept: Trial, bound: float, best: Trial | None) -> T
         middle = sqrt(low * high)
         trial = trials.first(kept.server, kept.num_servers, middle, kept.changed)
         low, high, kept = (middle, high, trial) if _has_room(trials, trial) else (low, middle, kept)
-    kept = trials.confirmed(kept, low)
+    kept = trials.confirmed(kept, low)  # with all seeds
     while not kept.meets and low * (1 - EXACT) >= lowest and not trials.is_over:
         low *= 1 - EXACT
         kept = trials.first(kept.server, kept.num_servers, low, kept.changed)

@@ -1,5 +1,6 @@
 """All mutants. To add some: a row in the module of their kind, or one more module here."""
 
+from rows_advice import ROWS as ADVICE
 from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
@@ -14,6 +15,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*CONFIGS, *CONTROL, *COSTS, *DEVICE, *HEADS, *PLANS, *REPRODUCE),
+    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *HEADS, *PLANS, *REPRODUCE),
     *(*REQUESTS, *SERVING, *SIZES, *STORED, *TIME),
 )

@@ -117,6 +117,28 @@ def test_a_cache_in_codes_is_for_what_it_saves(least, kv):
     assert best.deployment.formats.kv == kv
 
 
+def scripted(least: int, rate: float) -> Advice:
+    load = even_load(EACH, LIMITS)
+    trials = Scripted(load, LIMITS, MARGIN, 100)
+    trials.least = {"bfloat16": least}
+    field = all_servers([target("a10x8", num_devices=2)], load, LIMITS, False, SMALL)
+    return least_devices(field, trials, rate, {}, SMALL)
+
+
+@pytest.mark.parametrize("least", [60, 62, 64, 66, 68, 70])
+def test_what_strides_left_out_is_tried_in_the_end(least):
+    """Far from the limits the next trial has many more servers."""
+    advice = scripted(least, 60.0)
+    tried = {trial.num_devices for trial in advice.trials.all}
+    assert advice.best is not None and advice.best.num_devices == least
+    assert len(tried) < 20
+
+
+def test_of_what_is_idle_no_more_is_tried():
+    advice = scripted(10**9, 1.0)
+    assert advice.best is None and advice.is_complete
+
+
 @pytest.mark.thorough
 def test_more_load_and_tighter_limits_never_need_less():
     def devices(rate: float, limits: Limits) -> float:
