@@ -30,7 +30,7 @@ from shiftjax.parallel.degrees import Degrees
 from shiftjax.sim.estimate import estimate
 from shiftjax.sim.load import Limits, Load
 from shiftjax.sim.modelled import Target, cost_model, modes_of
-from shiftjax.sim.named import deploy
+from shiftjax.sim.named import FLEET, deploy
 from shiftjax.sim.phase_rates import all_degrees
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py
@@ -127,17 +127,21 @@ def all_servers(
     return Field(found, reasons)
 
 
-def changed(
-    server: Server, budgets: Mapping[str, Any], settings: Mapping[str, Any], devices: int = 0
-) -> Server:
-    """The same server with other settings, on `devices` if that is not 0. Raises ConfigError."""
-    target = server.target
-    if devices:
-        target = replace(target, machine=replace(target.machine, num_devices=devices))
-    text = ",".join([server.text, *(f"{name}={value}" for name, value in settings.items())])
+def changed(server: Server, budgets: Mapping[str, Any], settings: Mapping[str, Any]) -> Server:
+    """The same server with other settings: with `dp` groups, on so many times the devices.
+
+    With `fleet` its units form groups that come and go. Raises ConfigError.
+    """
+    target, text = server.target, server.text
+    devices = server.num_devices * settings.get("dp", 1)
+    target = replace(target, machine=replace(target.machine, num_devices=devices))
+    if "fleet" in settings:
+        text = f"{FLEET}:tp{server.deployment.tp}"
+    else:
+        text = ",".join([text, *(f"{name}={value}" for name, value in settings.items())])
     found = deploy(target, text, **budgets)
     degrees = Degrees(found.dp, found.pp, found.sp, found.tp)
-    name = f"fleet:tp{found.tp}" if found.widths else degrees.name
+    name = text if found.widths else degrees.name
     return server._replace(target=target, deployment=replace(found, name=name), text=text)
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from shiftjax.options import ConfigError
 from shiftjax.sim.load import Limits
-from shiftjax.sim.named import FLEET
 from shiftjax.sim.servers import changed
 from shiftjax.sim.trials import Trial, Trials
 
@@ -22,12 +21,14 @@ LEAST_UNITS = 4  # of a fleet: two have one arrangement beside that of all
 FULL = 0.95  # of the sequences that may run: others waited for a place
 
 
-class Variant(NamedTuple):
-    """A change of one setting: when it can help, and to what; None: nothing is left to change."""
+Settings = Mapping[str, Any]
 
-    setting: str
+
+class Variant(NamedTuple):
+    """A change of settings: when it can help, and to what; None: nothing is left to change."""
+
     helps: Callable[[Trial, Limits], bool]
-    value: Callable[[Trial], Any]
+    settings: Callable[[Trial, Limits], Settings | None]
     in_words: str
 
 
@@ -47,24 +48,24 @@ def _waits_for_a_place(trial: Trial, limits: Limits) -> bool:
     return is_late and running >= FULL * trial.deployment.max_num_seqs
 
 
-def _smaller_step(trial: Trial) -> int | None:
+def _smaller_step(trial: Trial, _: Limits) -> Settings | None:
     half = trial.deployment.max_num_batched_tokens // 2
-    return half if half >= LEAST_STEP else None
+    return {"max_num_batched_tokens": half} if half >= LEAST_STEP else None
 
 
-def _fewer(trial: Trial) -> int | None:
+def _fewer(trial: Trial, _: Limits) -> Settings | None:
     running = max(each.running for each in trial.measured)
     fewer = 1 << max(0, (running - 1).bit_length() - 1)
-    return fewer if fewer >= LEAST_SEQUENCES else None
+    return {"max_num_seqs": fewer} if fewer >= LEAST_SEQUENCES else None
 
 
-def _more(trial: Trial) -> int | None:
+def _more(trial: Trial, _: Limits) -> Settings | None:
     more = 2 * trial.deployment.max_num_seqs
-    room = trial.deployment.max_num_batched_tokens
-    return more if more <= min(MOST_SEQUENCES, room) else None
+    most = min(MOST_SEQUENCES, trial.deployment.max_num_batched_tokens)
+    return {"max_num_seqs": more} if more <= most else None
 
 
-def _groups(trial: Trial) -> int | None:
+def _groups(trial: Trial, _: Limits) -> Settings | None:
     """Groups of one engine: as many of the servers as a machine has devices for."""
     server, found = trial.server, 1
     if server.deployment.widths or server.deployment.dp > 1:
@@ -74,23 +75,23 @@ def _groups(trial: Trial) -> int | None:
         and 2 * found * server.num_devices <= server.most_devices
     ):
         found *= 2
-    return found if found > 1 else None
+    return {"dp": found} if found > 1 else None
 
 
-def _fleet(trial: Trial) -> bool | None:
+def _fleet(trial: Trial, _: Limits) -> Settings | None:
     """Groups that come and go, of the same units: on one host, in an engine that chooses sizes."""
     deployment, machine = trial.deployment, trial.target.machine
     plain = deployment.pp == 1 and not deployment.widths
     has_units = deployment.sp * deployment.dp >= LEAST_UNITS and machine.num_hosts == 1
-    return True if plain and has_units and trial.target.engine.sizes_steps else None
+    return {"fleet": True} if plain and has_units and trial.target.engine.sizes_steps else None
 
 
 VARIANTS = (
-    Variant("dp", _is_near, _groups, "one engine of {} groups"),
-    Variant("max_num_batched_tokens", _is_late, _smaller_step, "steps of up to {:,} tokens"),
-    Variant("max_num_seqs", _is_late, _fewer, "no more than {} sequences at once"),
-    Variant("max_num_seqs", _waits_for_a_place, _more, "up to {} sequences at once"),
-    Variant("fleet", _is_near, _fleet, "as a fleet"),
+    Variant(_is_near, _groups, "one engine of {dp} groups"),
+    Variant(_is_late, _smaller_step, "steps of up to {max_num_batched_tokens:,} tokens"),
+    Variant(_is_late, _fewer, "no more than {max_num_seqs} sequences at once"),
+    Variant(_waits_for_a_place, _more, "up to {max_num_seqs} sequences at once"),
+    Variant(_is_near, _fleet, "as a fleet"),
 )
 
 
@@ -99,6 +100,8 @@ class Changes:
 
     def __init__(self, trials: Trials, budgets: Mapping[str, Any]):
         self.trials, self._budgets = trials, budgets
+        limits, share = trials.limits, 1 - trials.margin
+        self._limits = limits._replace(ttft=share * limits.ttft, tpot=share * limits.tpot)
 
     def kept(self, trial: Trial, rate: float) -> Trial | None:
         """The first changed server that keeps the limits at this rate; None: there is none.
@@ -121,24 +124,17 @@ class Changes:
 
     def _tried(self, variant: Variant, trial: Trial, rate: float) -> Trial | None:
         """What became of a change; None: it cannot help, or cannot be had."""
-        setting, helps, value_of, text = variant
-        value = value_of(trial)
-        closed = setting in self._budgets or value is None or self.trials.is_over
-        if closed or not helps(trial, self.trials.limits):
+        settings = variant.settings(trial, self._limits)
+        if settings is None or settings.keys() & self._budgets.keys() or self.trials.is_over:
             return None
-        num, server, settings = trial.num_servers, trial.server, {setting: value}
-        devices = server.num_devices
-        if setting == "dp":
-            num, devices = num // value, devices * value
+        if not variant.helps(trial, self._limits):
+            return None
+        num = trial.num_servers // settings.get("dp", 1)
         try:
-            if setting == "fleet":
-                units = f"{FLEET}:tp{trial.deployment.tp}"
-                server = changed(server._replace(text=units), self._budgets, {}, devices)
-            else:
-                server = changed(server, self._budgets, settings, devices)
+            server = changed(trial.server, self._budgets, settings)
         except ConfigError:
             return None
-        words = text.format(value)
+        words = variant.in_words.format(**settings)
         words = f"{trial.changed}, {words}" if trial.changed else words
         found = self.trials.first(server, num, rate, words)
         return self.trials.confirmed(found, rate) if found.meets else found

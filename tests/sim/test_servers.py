@@ -98,7 +98,7 @@ def test_what_a_cache_knows_counts_for_the_rate():
 
 def test_settings_change_on_more_devices():
     servers = {s.deployment.name: s for s in field_of(target("l4x8")).servers}
-    found = changed(servers["tp2"], {}, {"dp": 2, "max_num_seqs": 32}, 4)
+    found = changed(servers["tp2"], {}, {"dp": 2, "max_num_seqs": 32})
     deployment = found.deployment
     assert (deployment.dp, deployment.tp, deployment.max_num_seqs) == (2, 2, 32)
     assert found.num_devices == 4 and deployment.name == "dp2tp2"

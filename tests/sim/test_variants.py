@@ -21,10 +21,11 @@ def trial(name: str = "sp4", ttft=0.5, tpot=0.04, running=40, num=4, server=None
 def wanted(one: Trial) -> dict[str, list]:
     """What the table would change, by setting."""
     found: dict[str, list] = {}
-    for setting, helps, value_of, _ in VARIANTS:
-        value = value_of(one)
-        if value is not None and helps(one, LIMITS):
-            found.setdefault(setting, []).append(value)
+    for variant in VARIANTS:
+        settings = variant.settings(one, LIMITS)
+        if settings is not None and variant.helps(one, LIMITS):
+            for setting, value in settings.items():
+                found.setdefault(setting, []).append(value)
     return found
 
 
@@ -65,7 +66,7 @@ class Scripted:
     """Trials whose outcome is known."""
 
     def __init__(self, tpots: dict[int, float]):
-        self.limits, self.is_over, self.asked = LIMITS, False, []
+        self.limits, self.margin, self.is_over, self.asked = LIMITS, 0.0, False, []
         self._tpots = tpots
 
     def first(self, server, num, rate, words):

@@ -14,6 +14,7 @@ from shiftjax.sim.modelled import memory_of
 from shiftjax.sim.named import deploy
 from shiftjax.sim.serve_command import serve_command, settings_file
 from shiftjax.sim.servers import Server, all_servers, changed
+from shiftjax.sim.trials import Measured, Trial
 from shiftjax.sim.variants import VARIANTS
 
 PARSER = make_parser()
@@ -81,30 +82,36 @@ def same(found, planned) -> bool:
     return replace(found, name="") == replace(planned, name="")
 
 
-CHANGES = {
-    "dp": (2, 8),
-    "max_num_batched_tokens": (2048, 4),
-    "max_num_seqs": (512, 4),
-    "fleet": (True, 4),
-}
+CHANGES = (
+    {"dp": 2},
+    {"max_num_batched_tokens": 2048},
+    {"max_num_seqs": 512},
+    {"fleet": True},
+)
 
 
-@pytest.mark.parametrize("setting", [variant.setting for variant in VARIANTS])
-def test_the_command_of_every_change_makes_it(setting):
-    value, devices = CHANGES[setting]
+def test_changes_are_those_of_the_table():
+    server = next(s for s in servers("h200x8", "llama-70b", "fp8") if s.deployment.name == "sp4")
+    measured = Measured(1.0, 0.1, 1.0, 1.0, 256, 0)
+    trial = Trial(server, 2, 1.0, (measured,), False)
+    found = [variant.settings(trial, LIMITS) for variant in VARIANTS]
+    assert {name for settings in found for name in settings or ()} == {
+        name for settings in CHANGES for name in settings
+    }
+
+
+@pytest.mark.parametrize("settings", CHANGES)
+def test_the_command_of_every_change_makes_it(settings):
     (server,) = (
         s
         for s in servers("h200x8", "llama-70b", "fp8")
         if s.deployment.name == "sp4" and s.rank == 1
     )
-    if setting == "fleet":
-        server = changed(server._replace(text="fleet:tp1"), {}, {}, devices)
-    else:
-        server = changed(server, {}, {setting: value}, devices)
+    server = changed(server, {}, settings)
     planned = server.deployment.sized(memory_of(server.target, server.deployment))
     whole = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
     assert same(started(serve_command("llama-70b", planned), whole), planned)
-    assert planned.grid.num_devices == devices
+    assert planned.grid.num_devices == 4 * settings.get("dp", 1)
 
 
 @pytest.mark.parametrize("machine", ["h200x8", "l40sx8"])
