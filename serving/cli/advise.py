@@ -12,16 +12,16 @@ from serving.cli.mesh_flags import LENGTH_CV, MARGIN
 from shiftjax.costs.machine_files import load_machine
 from shiftjax.options import ConfigError
 from shiftjax.sim.advice import MOST_REPLAYS, Advice, least_devices
+from shiftjax.sim.advice_plots import curve_rows, pareto, slo_curve
 from shiftjax.sim.advice_words import in_words
 from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import as_text
 from shiftjax.sim.load import Limits, even_load, load_of
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.most_load import most_load
-from shiftjax.sim.report import Report, pareto
+from shiftjax.sim.report import Report
 from shiftjax.sim.serve_command import settings_file
 from shiftjax.sim.servers import all_servers
-from shiftjax.sim.slo_curve import curve_rows, slo_curve
 from shiftjax.sim.trace import MOST_CV, TraceRequest
 from shiftjax.sim.trials import Trials
 

@@ -26,7 +26,6 @@ from shiftjax.sim.replay_metrics import (
     shares,
     throughput_over_time,
 )
-from shiftjax.sim.trials import Trial
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,23 +197,6 @@ def side_by_side(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "
             axes.bar([place + shift for place in places], heights, 0.4, label=label)
         axes.set_xticks(places, [row["name"] for row in rows])
         _finish(axes, "", column.replace("_", " "))
-    return figure
-
-
-def pareto(trials: Sequence[Trial]) -> "Figure":
-    """Tokens per second of a device against those of a user; filled: the limits are kept."""
-    figure, (axes,) = new_axes()
-    for machine in dict.fromkeys(trial.target.machine.name for trial in trials):
-        own = [trial for trial in trials if trial.target.machine.name == machine and trial.tpot]
-        x = [1 / trial.tpot for trial in own]
-        y = [trial.tokens_per_second / trial.target.machine.num_devices for trial in own]
-        (line,) = axes.plot(x, y, "o", mfc="none", label=machine)
-        kept = [place for place, trial in enumerate(own) if trial.meets]
-        colour = line.get_color()
-        axes.plot([x[place] for place in kept], [y[place] for place in kept], "o", color=colour)
-        for place in kept:
-            axes.annotate(own[place].deployment.name, (x[place], y[place]), fontsize=7)
-    _finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device", log=True)
     return figure
 
 

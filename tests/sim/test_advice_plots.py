@@ -1,15 +1,15 @@
-"""The share of requests inside the limits, by rate."""
+"""Plots of an advice: shares inside the limits by rate, what was tried."""
 
 import pytest
 from test_servers import LIMITS, LOAD, field_of, target
 
 from shiftjax.sim.advice import Advice, Question
-from shiftjax.sim.slo_curve import FACTORS, curve_rows
+from shiftjax.sim.advice_plots import FACTORS, curve_rows, pareto, slo_curve
 from shiftjax.sim.trials import Trials
 
 
 @pytest.fixture(scope="module")
-def rows():
+def advice():
     field = field_of(target("l4x8"))
     servers = {s.deployment.name: s for s in field.servers}
     trials = Trials(LOAD, LIMITS, 0.0, 99)
@@ -18,7 +18,12 @@ def rows():
         for name, num in (("sp4", 1), ("tp4", 2), ("sp2tp2", 1))
     )
     assert other.num_devices == best.num_devices
-    return curve_rows(Advice(Question(10.0), trials, best, field, 0, True))
+    return Advice(Question(10.0), trials, best, field, 0, True)
+
+
+@pytest.fixture(scope="module")
+def rows(advice):
+    return curve_rows(advice)
 
 
 def test_more_load_leaves_fewer_inside(rows):
@@ -34,3 +39,16 @@ def test_nothing_has_no_curve():
     field = field_of(target("l4x8"))
     nothing = Advice(Question(9.0), Trials(LOAD, LIMITS, 0.0, 9), None, field, 0, True)
     assert curve_rows(nothing) == []
+
+
+def test_the_curve_says_what_was_planned(advice, rows):
+    (axes,) = slo_curve(advice, rows).axes
+    words = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert words == [*dict.fromkeys(row["name"] for row in rows), "planned: 10 requests/s", "90%"]
+
+
+def test_what_keeps_the_limits_is_filled_and_named(advice):
+    (axes,) = pareto(advice.trials.all).axes
+    kept = [trial.deployment.name for trial in advice.trials.all if trial.meets]
+    assert sorted(text.get_text() for text in axes.texts) == sorted(kept) and kept
+    assert len(axes.lines) == 1 + len(kept)

@@ -1,4 +1,4 @@
-"""The share of requests inside both limits over the rate: how near to the edge a plan is."""
+"""Plots of an advice: what was tried, and how near to the edge the best is."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,6 +8,7 @@ from shiftjax.sim.report import new_axes
 from shiftjax.sim.trials import Trial, measure_at
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the planned rate
@@ -60,8 +61,37 @@ def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
     axes.axhline(limits.percentile / 100, color="black", ls=":", label=f"{limits.percentile}%")
     axes.set_ylim(0, 1.03)
     axes.set_xlim(left=0)
-    axes.set_xlabel("requests/s of all servers")
-    axes.set_ylabel("share inside both limits")
+    _finish(axes, "requests/s of all servers", "share inside both limits")
+    return figure
+
+
+def pareto(trials: Sequence[Trial]) -> "Figure":
+    """Tokens per second of a device against those of a user; filled: the limits are kept.
+
+    Of a cut that was tried with several numbers of servers, the last that keeps them has its name.
+    """
+    figure, (axes,) = new_axes()
+    names: dict[tuple[str, str], tuple[float, float]] = {}
+    for machine in dict.fromkeys(trial.target.machine.name for trial in trials):
+        own = [trial for trial in trials if trial.target.machine.name == machine and trial.tpot]
+        points = [(1 / t.tpot, t.tokens_per_second / t.server.num_devices) for t in own]
+        (line,) = axes.plot(*zip(*points, strict=True), "o", mfc="none", label=machine)
+        kept = [(trial, at) for trial, at in zip(own, points, strict=True) if trial.meets]
+        for trial, at in kept:
+            axes.plot(*at, "o", color=line.get_color())
+            names[machine, trial.deployment.name] = at
+    places = sorted(names.items(), key=lambda item: item[1])
+    for number, ((_, name), at) in enumerate(places):
+        offset = (0, 6) if number % 2 else (0, -12)  # neighbours above and below
+        axes.annotate(name, at, offset, textcoords="offset points", fontsize=7, ha="center")
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    _finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device")
+    return figure
+
+
+def _finish(axes: "Axes", x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
