@@ -6,48 +6,38 @@
 `fit` and `check` are the tables of `benchmarks/published`: figures that constants were fitted to,
 and figures that only check them. `check --write` renews `shiftjax/sim/error_bands.csv`.
 
-Evaluations of papers are `shiftjax reproduce`. Seesaw (arXiv
-2503.06433): CodeLlama-34B on 8 x A10. TensorRT-LLM: some lengths of its performance overview of
-version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of its own.
-`experts`: a mixture of experts with `SKEW`, the pairs of the most loaded device over the mean: what
-loads that follow a power law cost over even ones in the tables of ai-dynamo/aiconfigurator (4
-H200s, 4,096 tokens or more, TensorRT-LLM 1.3.0rc10: 1.30 to 1.35). All parts take minutes.
+Evaluations of papers are `shiftjax reproduce`. TensorRT-LLM: some lengths of its performance
+overview of version 1.0, FP8, with as many requests as there; its host overlaps and it has sizes of
+its own. `experts`: a mixture of experts with `SKEW`, the pairs of the most loaded device over the
+mean: what loads that follow a power law cost over even ones in the tables of
+ai-dynamo/aiconfigurator (4 H200s, 4,096 tokens or more, TensorRT-LLM 1.3.0rc10: 1.30 to 1.35). All
+parts take minutes.
 """
 
 import argparse
 import csv
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shiftjax.fleet.setup import move_costs
 from shiftjax.sim.error_bands import FILE as BANDS
-from shiftjax.sim.experiments import choose_deployments, target_from
-from shiftjax.sim.hindsight import Oracle
-from shiftjax.sim.modelled import Target, memory_of
-from shiftjax.sim.named import STANDARD, deploy, standard_deployments
+from shiftjax.sim.experiments import target_from
+from shiftjax.sim.modelled import Target
+from shiftjax.sim.named import deploy
 from shiftjax.sim.published import error_rows, read_figures
 from shiftjax.sim.replay import replay
-from shiftjax.sim.replay_metrics import makespan, peak_throughput
-from shiftjax.sim.trace import TraceRequest, on_off_times, requests_at
+from shiftjax.sim.replay_metrics import makespan
+from shiftjax.sim.trace import TraceRequest
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
 PROMPT, OUTPUT = 4096, 250
-FLYING_QUIET = 45.0  # seconds before the first burst
-FLYING = requests_at(on_off_times(2, 20, 60, 60 - FLYING_QUIET, 120), PROMPT, OUTPUT)
 Figure = tuple[str, float, float]  # what, published, simulated
 
 LENGTHS = ((128, 2048, 3000), (1000, 1000, 3000), (2048, 128, 3000), (5000, 500, 1500))
 """Tokens in, tokens out, requests."""
-SEESAW = {"articles": (3000, 200, 500), "ShareGPT": (250, 320, 2000)}
-"""Mean tokens in and out, requests."""
-SEESAW_BUDGETS = (512, 2048, 8192)
-SEESAW_STATIC = ("pp8", "pp4tp2", "pp2tp4", "tp8")
-SEESAW_PHASES = ("pp8:tp8", "pp8:pp2tp4")
 SKEW = 1.33
 TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
     ("llama-70b", "h200x8", 1): (4336, 2909, 442, 566),
@@ -61,73 +51,6 @@ TENSORRT_LLM = {  # (model, machine, TP): output tokens/s at LENGTHS
 def target(model: str, machine: str, engine: str = "vllm", dtype: str = "fp8") -> Target:
     """A target by names."""
     return target_from({"model": model, "machine": machine, "engine": engine, "dtype": dtype})
-
-
-def flying() -> Iterator[Figure]:
-    """Flying Serving, Llama-70B on 8 x H200, beside a fleet that moves what runs.
-
-    Published are bursts of 10 to 30 requests/s over 2 to 5; `FLYING` is our trace of such rates.
-    `as published`: DP or TP by load, groups finish what they have before they bind. `ours`: the
-    cost policy. The first figure is the devices' part of a bind of 64 sequences.
-    """
-    llama = target("llama-70b", "h200x8")
-    deployments = standard_deployments(llama, (*STANDARD, "fleet:load:sequential:shift", "fleet"))
-    deployments["as published"] = deployments.pop("fleet:load:sequential:shift")
-    deployments["ours"] = deployments.pop("fleet")
-    ours = deployments["ours"]
-    memory = memory_of(llama, ours)
-    sized = ours.with_blocks(memory.num_kv_tokens // ours.block_size, memory)
-    moves = move_costs(sized, llama.machine)
-    for context in (1000, PROMPT):
-        seconds = moves.seconds(64 * context // 8, 8)
-        yield f"live switch, ms: ours, 64 sequences of {context:,} tokens", 15, 1e3 * seconds
-    names = ("dp", "tp", "shift", "as published", "ours")
-    runs = {name: replay(FLYING, llama, deployments[name]) for name in names}
-    peak = {name: peak_throughput(run) for name, run in runs.items()}
-    quiet_ttft = {
-        name: statistics.median(r.ttft for r in run.requests if r.arrival < FLYING_QUIET)
-        for name, run in runs.items()
-    }
-    for name in names[-2:]:
-        yield f"peak throughput over DP: {name}", 0.955, peak[name] / peak["dp"]
-        yield f"peak throughput over Shift: {name}", 1.22, peak[name] / peak["shift"]
-        more = 1e3 * (quiet_ttft[name] - quiet_ttft["tp"])
-        yield f"TTFT when quiet over TP, ms: {name}", 12, more
-
-
-def seesaw() -> Iterator[Figure]:
-    """Seesaw: phases over the best static stages, 34B on 8 x A10.
-
-    Static ones take the best of three budgets of a step, as small ones mix prompts and decodes
-    more evenly. Lengths are drawn around the means of articles and of ShareGPT.
-    """
-    llama = target("codellama-34b", "a10x8", dtype="bfloat16")
-    gains = []
-    for name, (prompt, output, count) in SEESAW.items():
-        lengths = spread(prompt, output, count)
-        rates: dict[str, float] = {}
-        for budget in SEESAW_BUDGETS:
-            names = [*SEESAW_STATIC, *(SEESAW_PHASES if budget == max(SEESAW_BUDGETS) else ())]
-            for each in choose_deployments(llama, names, max_num_batched_tokens=budget):
-                assert not isinstance(each, Oracle)  # as none is named so
-                seconds = makespan(replay(lengths, llama, each))
-                rates[each.name] = max(rates.get(each.name, 0.0), count / seconds)
-        print(f"<!-- {name}, requests/s: {', '.join(f'{n} {r:.3g}' for n, r in rates.items())} -->")
-        static = max(rates[one] for one in SEESAW_STATIC)
-        gains.append(max(rates[one] for one in SEESAW_PHASES) / static)
-        yield f"Seesaw over the best static stages, {name}", 1.45, gains[-1]
-    yield "Seesaw over the best static stages, mean", 1.45, statistics.geometric_mean(gains)
-
-
-def spread(prompt: int, output: int, count: int) -> list[TraceRequest]:
-    """Requests that are all there at once, of lengths around these means; always the same."""
-    draw = random.Random(0)
-    return [
-        TraceRequest(
-            0.0, round(prompt * draw.uniform(0.5, 1.5)), round(output * draw.uniform(0.3, 1.7))
-        )
-        for _ in range(count)
-    ]
 
 
 def tensorrt_llm() -> Iterator[Figure]:
@@ -198,7 +121,7 @@ def write_bands(rows: list[dict[str, Any]]) -> None:
 
 
 PARTS: dict[str, Callable[..., Iterator[Figure]]] = {
-    part.__name__: part for part in (flying, seesaw, tensorrt_llm, experts)
+    part.__name__: part for part in (tensorrt_llm, experts)
 }
 
 if __name__ == "__main__":

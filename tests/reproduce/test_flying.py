@@ -51,15 +51,21 @@ def test_a_bind_takes_as_long_as_what_it_moves():
 
 
 def test_in_bursts_a_fleet_carries_what_dp_does():
-    found = results("bursts")
-    by_what = {each.what: each for each in found if isinstance(each, Figure)}
+    by_what = {each.what: each for each in figures_of("bursts")}
     assert abs(by_what["Llama-70B, bursts: peak throughput over DP"].error) < 0.1
     assert abs(by_what["Llama-70B, bursts: peak throughput over Shift"].error) < 0.1
     assert abs(by_what["bursts: P90 TTFT of TP over it, least of the models"].error) < 0.15
-    (curve,) = (each for each in found if isinstance(each, Curve))
-    units = [width for _, width in curve.lines["by load"]]
-    assert units[0] == 4
-    assert 1 in units
+    assert by_what["Llama-70B, bursts: changes of groups by load"].ours >= 1
+
+
+def test_a_curve_has_a_line_for_each_deployment():
+    (curve,) = (each for each in results("rates") if isinstance(each, Curve))
+    assert {name: len(points) for name, points in curve.lines.items()} == {
+        "dp": 3,
+        "tp": 3,
+        "merged": 3,
+    }
+    assert curve.lines["dp"][-1][1] > curve.lines["tp"][-1][1]
 
 
 def test_urgent_requests_are_served_as_by_tp():
