@@ -41,7 +41,7 @@ GPUS = (
 
 def test_every_machine_and_engine_loads():
     assert set(machine_names()) == GPUS | {"cpu"}
-    assert set(engine_names()) == {"vllm", "shiftjax"}
+    assert set(engine_names()) == {"shiftjax", "sglang", "tensorrt_llm", "vllm", "vllm-v0"}
     for name in machine_names():
         machine = load_machine(name)
         assert machine.name == name
