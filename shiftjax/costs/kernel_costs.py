@@ -11,7 +11,7 @@ from pallas_kernels.grouped_split import Items, count_parts, products_of, readin
 from shiftjax.arch.cache import CacheSpec
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.expert_load import Load
-from shiftjax.costs.machine import Machine, of_format
+from shiftjax.costs.machine import ANY, Machine, of_format
 from shiftjax.costs.work import Work
 
 LOGIT_BYTES = 4  # logits are float32
@@ -21,7 +21,8 @@ def matmul_seconds(
     machine: Machine, rows: float, inner: int, columns: int, fmt: str, count: float = 1.0
 ) -> float:
     """Compute time of `count` equal products in one kernel, at the best height of its tiles."""
-    rate = machine.matmul_flops[fmt] * machine.matmul_efficiency / machine.compute_units
+    share = machine.matmul_efficiency * machine.sustained_efficiency
+    rate = machine.matmul_flops[fmt] * share / machine.compute_units
     width = count * -(-columns // machine.tile_columns)
     return min(
         max(1.0, math.ceil(rows / height) * width / machine.compute_units)
@@ -59,6 +60,7 @@ class KernelCosts(NamedTuple):
     formats: Formats
     contention: float = 1.0
     queueing: float = 1.0
+    full_rate_codes: bool = False  # of an engine: `EngineOverhead`
 
     @property
     def memory_rate(self) -> float:
@@ -138,7 +140,9 @@ class KernelCosts(NamedTuple):
         machine, formats = self.machine, self.formats
         width = 2 * head_dim
         peak = machine.matmul_flops[formats.activations] * machine.attention_efficiency
-        rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, formats.kv)
+        peak *= machine.sustained_efficiency
+        kv = ANY if self.full_rate_codes else formats.kv
+        rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, kv)
         return AttentionCosts(
             fixed=machine.attention_seconds * self.queueing,
             read=cache.num_bytes(formats) * self.queueing / rate,

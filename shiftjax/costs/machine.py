@@ -74,6 +74,8 @@ class Machine:
     # Between hosts, of each device by an adapter of its own, while all use theirs; (): not known.
     network: tuple[Transfer, ...] = ()
     most_hosts: int = 0  # that the network joins; 0: it does not say
+    # Share of the compute rate of kernels timed alone that whole models reach: chips run hot.
+    sustained_efficiency: float = 1.0
     published: bool = False  # figures of vendors alone: what kernels reach is another machine's
     measured: str = ""  # by what, on which devices, when; "": constants are from elsewhere
 
@@ -123,7 +125,8 @@ class EngineOverhead:
     The host prepares a step in `host_seconds`, and `host_seconds_distributed` more where a group
     has several devices, and `host_seconds_per_sequence`; unless the engine `overlaps`, the
     devices wait for it. Steps of more than `graph_tokens` tokens are not replayed from a
-    recorded graph: their kernels cannot start faster than `eager_kernel_seconds` each.
+    recorded graph: their kernels cannot start faster than `eager_kernel_seconds` each. The front
+    end's `stream_seconds` count as the host's: engines that do not overlap wait for them, too.
     """
 
     name: str
@@ -140,6 +143,12 @@ class EngineOverhead:
     pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
+    # Of the front end, which reads requests one after the other and writes what is streamed; no
+    # such work offline.
+    request_seconds: float = 0.0  # before the engine sees a request
+    stream_seconds: float = 0.0  # of a token of each stream beyond `free_streams`
+    free_streams: int = 0  # whose tokens are written beside the step
+    full_rate_codes: bool = False  # FP8 KV is read at bfloat16's share of the memory's rate
     sizes_steps: bool = False  # steps with prompts have the size that costs say is best
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
@@ -154,4 +163,11 @@ class EngineOverhead:
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Return the host's seconds per step for so many sequences and devices."""
         distributed = self.host_seconds_distributed if num_devices > 1 else 0.0
-        return self.host_seconds + distributed + num_sequences * self.host_seconds_per_sequence
+        streams = max(0, num_sequences - self.free_streams) * self.stream_seconds
+        sequences = num_sequences * self.host_seconds_per_sequence
+        return self.host_seconds + distributed + sequences + streams
+
+    @property
+    def offline(self) -> "EngineOverhead":
+        """The same engine without a front end, as for batches."""
+        return replace(self, request_seconds=0.0, stream_seconds=0.0)

@@ -112,7 +112,9 @@ class CostModel:
         self._by_rows: dict[tuple[Mode, int], StepCost] = {}
         self._contention = parts if machine.shared_cores else 1
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
-        self.kernels = KernelCosts(machine, formats, self._contention, self._queueing)
+        self.kernels = KernelCosts(
+            *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
+        )
         late = model.num_early_layers
         self._attention = [
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)

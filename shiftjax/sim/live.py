@@ -54,6 +54,7 @@ def live_engine(
 
     Raises ConfigError where the model does not fit.
     """
+    target = replace(target, engine=target.engine.offline)  # the server has a front end of its own
     engine, runners = make_engine(target, [deployment], clock or WallClock())
     tokens = MadeUpTokens(text_ids, target.model.eos_token_ids)
     for runner in runners:

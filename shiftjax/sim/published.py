@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shiftjax.options import ConfigError, unknown_name
+from shiftjax.sim.closed_loop import closed_loop
 from shiftjax.sim.columns import latencies
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.named import deploy
@@ -30,7 +31,7 @@ COLUMNS = (
     "dtype",
     "kv",
     "settings",  # of the deployment, as `sim/named.py` reads them
-    "load",  # all: at once; users:8: a closed loop; rate:4: Poisson arrivals, per second
+    "load",  # one of LOADS
     "requests",
     "input",  # mean tokens of a prompt
     "output",  # mean tokens of an answer
@@ -40,6 +41,12 @@ COLUMNS = (
 )
 
 
+LOADS = {
+    "offline": "all at once, without a front end",
+    "all": "all at once, each a stream of a server",
+    "users": "users:8 is a closed loop of so many",
+    "rate": "rate:4 are Poisson arrivals, per second",
+}
 LONGEST = 5  # times the mean, of lengths that vary
 
 
@@ -65,14 +72,17 @@ class Run(NamedTuple):
     def label(self) -> str:
         """The run in words, for tables."""
         degrees = ",".join(x for x in self.settings.split(",") if x[:2] in ("dp", "pp", "sp", "tp"))
-        machine, kv = self.machine.partition("x8")[0], f"/{self.kv}" * (self.kv != self.dtype)
+        machine, kv = (
+            Path(self.machine).stem.partition("x8")[0],
+            f"/{self.kv}" * (self.kv != self.dtype),
+        )
         lengths = f"{self.input} in, {self.output} out"
         names = f"{self.system} {self.version}, {self.model} {self.dtype}{kv}, {machine}"
         return f"{names}, {degrees}, {self.load} ({self.requests}), {lengths}"
 
     @property
     def kind(self) -> str:
-        """The kind of load: all, users or rate."""
+        """The kind of load."""
         return self.load.partition(":")[0]
 
     @property
@@ -135,21 +145,23 @@ def read_figures(path: Path) -> list[Figure]:
         reader = csv.DictReader(file)
         if tuple(reader.fieldnames or ()) != COLUMNS:
             raise ConfigError([f"{path}: the columns must be {', '.join(COLUMNS)}"])
-        return [_figure(row, f"{path}:{reader.line_num}") for row in reader]
+        return [_figure(row, path, f"{path}:{reader.line_num}") for row in reader]
 
 
-def _figure(row: Mapping[str, str], where: str) -> Figure:
+def _figure(row: Mapping[str, str], path: Path, where: str) -> Figure:
     if row["metric"] not in METRICS:
         raise ConfigError([f"{where}: {unknown_name(row['metric'], METRICS, 'metric')}"])
     try:
         texts = [row[name] for name in Run._fields[:10]]
         counts = [int(row[name]) for name in ("requests", "input", "output")]
         run = Run(*texts, *counts, float(row["cv"]))
+        if run.machine.endswith(".yaml"):  # beside the table
+            run = run._replace(machine=str(path.parent / run.machine))
         figure = Figure(run, row["metric"], float(row["value"]))
     except (TypeError, ValueError) as error:
         raise ConfigError([f"{where}: {error}"]) from None
-    if run.kind not in ("all", "users", "rate") or not figure.value > 0:
-        raise ConfigError([f"{where}: a load is all, users:N or rate:N, a value above 0"])
+    if run.kind not in LOADS or not figure.value > 0:
+        raise ConfigError([f"{where}: a load is one of {', '.join(LOADS)}, a value above 0"])
     return figure
 
 
@@ -192,13 +204,14 @@ def _cut(lengths: list[int], mean: int) -> list[int]:
 def replay_of(run: Run, most: int | None = None) -> Replay:
     """The run, simulated: `most` requests of it at most. Raises ConfigError.
 
-    A closed loop is a queue that is never empty in front of as many seats as there are users: a
-    request arrives when it gets its seat. Answers of the first round are cut, evenly, so that
-    later requests come one by one as after a long time.
+    Answers of a closed loop's first round are cut, evenly, so that later requests come one by one
+    as after a long time.
     """
     named = run._asdict()
     options = {name: named[name] for name in ("machine", "model", "engine", "dtype")}
     target = target_from(options | {"kv_cache_dtype": run.kv})
+    if run.kind == "offline":
+        target = replace(target, engine=target.engine.offline)
     requests = requests_of(run, most)
     if run.kind != "users":
         return replay(requests, target, deploy(target, run.settings))
@@ -206,17 +219,7 @@ def replay_of(run: Run, most: int | None = None) -> Replay:
     for number, each in enumerate(requests[:users]):
         output = max(1, round(each.num_output_tokens * (number + 1) / users))
         requests[number] = replace(each, num_output_tokens=output)
-    found = replay(requests, target, deploy(target, f"{run.settings},max_num_seqs={users}"))
-    seated = [
-        each._replace(
-            arrival=each.arrival + each.queue,
-            queue=0.0,
-            ttft=each.ttft - each.queue,
-            completion=each.completion - each.queue,
-        )
-        for each in found.requests
-    ]
-    return replace(found, requests=seated)
+    return replay(closed_loop(requests, users), target, deploy(target, run.settings))
 
 
 def predicted(run: Run, metric: str, found: Replay) -> float:

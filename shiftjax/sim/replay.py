@@ -27,6 +27,7 @@ from shiftjax.sim.arrivals import Arrivals, InOrder, Returning
 from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
+from shiftjax.sim.front_end import FrontEnd
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import Phases
 from shiftjax.sim.phase_exchange import CostExchange, Switch
@@ -111,7 +112,10 @@ def replay(
     engine, runners = make_engine(target, deployments, clock, belief, acceptance)
     vocab_size = target.model.vocab_size
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
-    arrivals = Returning(requests, coming) if isinstance(requests, ClosedLoop) else coming
+    is_loop = isinstance(requests, ClosedLoop)
+    arrivals = Returning(requests, coming) if is_loop else InOrder(coming)
+    if target.engine.request_seconds:
+        arrivals = FrontEnd(arrivals, target.engine.request_seconds)
     records, num_refused = serve(engine, clock, arrivals)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]

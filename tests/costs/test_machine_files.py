@@ -72,8 +72,11 @@ def test_what_nobody_has_measured_is_said_and_is_that_of_h100():
         machine = load_machine(name)
         assert machine.published == (name in PUBLISHED)
         if machine.published:
-            shares = [field.name for field in fields(machine) if "efficiency" in field.name]
+            shares = {field.name for field in fields(machine) if "efficiency" in field.name}
+            shares -= {"sustained_efficiency"}  # of power and clocks, not of kernels
             assert len(shares) == 5
+            if name == "mi300x8":  # AMD has published what these come to
+                shares -= {"memory_efficiency", "kv_efficiency", "matmul_efficiency"}
             for share in (*shares, "attention_seconds", "tile_seconds", "product_seconds"):
                 assert getattr(machine, share) == getattr(h100, share), (name, share)
             text = (MACHINES / f"{name}.yaml").read_text()

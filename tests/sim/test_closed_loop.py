@@ -1,5 +1,6 @@
 """Closed loops: who asks when, and what the replay of one keeps whatever the engine does."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,6 +13,7 @@ from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.trace import TraceRequest, requests_at
 
 TARGET = target_from({"model": "llama-8b", "machine": "h100x8", "dtype": "fp8"})
+TARGET = replace(TARGET, engine=TARGET.engine.offline)  # whose front end takes no time
 TP2 = deploy(TARGET, "tp2,policy=base,dp=4")
 SLACK = 1e-9  # of sums of seconds: what ends at once ends within it
 

@@ -55,7 +55,7 @@ def test_the_narrowest_band_is_taken(monkeypatch, tmp_path):
     ("change", "words"),
     [
         ({"metric": "speed"}, "metric"),
-        ({"load": "often"}, "a load is all, users:N or rate:N"),
+        ({"load": "often"}, "a load is one of offline, all, users, rate"),
         ({"value": "0"}, "a value above 0"),
         ({"input": "many"}, "invalid literal"),
     ],
@@ -84,5 +84,4 @@ def test_users_of_a_closed_loop_find_a_long_run():
     found = replay_of(run, 24)
     later = [each for each in found.requests if each.arrival > 0]
     assert len(later) == 20
-    assert all(each.queue == 0 and each.ttft < each.completion for each in found.requests)
     assert len({each.arrival for each in later}) > 10  # one by one, not all together

@@ -3,6 +3,8 @@
 Peaks are those of the closed form, which the replay behind the page agrees with.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from shiftjax.costs.work import Work
@@ -17,9 +19,9 @@ DEPLOYMENTS = standard_deployments(LLAMA)
 WORKLOAD = Workload(4096, 250)
 
 
-def peak(name):
+def peak(name, target=LLAMA):
     deployment = DEPLOYMENTS[name]
-    costs, memory = cost_model(LLAMA, deployment), memory_of(LLAMA, deployment)
+    costs, memory = cost_model(target, deployment), memory_of(target, deployment)
     return saturated_tokens_per_second(costs, deployment, memory, WORKLOAD)
 
 
@@ -33,6 +35,13 @@ def test_one_request_takes_what_was_published():
 
 
 def test_full_machines_lose_what_was_published():
-    data_parallel = peak("dp")
-    assert peak("tp") / data_parallel == pytest.approx(0.54, rel=0.05)
-    assert peak("shift") / data_parallel == pytest.approx(0.82, rel=0.05)
+    offline = replace(LLAMA, engine=LLAMA.engine.offline)
+    data_parallel = peak("dp", offline)
+    assert peak("tp", offline) / data_parallel == pytest.approx(0.54, rel=0.05)
+    assert peak("shift", offline) / data_parallel == pytest.approx(0.82, rel=0.05)
+
+
+def test_the_front_end_costs_wide_groups_more_and_no_more_than_the_band():
+    data_parallel = peak("dp")  # each replica has fewer streams
+    assert 0.85 * 0.54 < peak("tp") / data_parallel < 0.54
+    assert 0.85 * 0.82 < peak("shift") / data_parallel < 0.82

@@ -28,7 +28,7 @@ from shiftjax.sim.trace import TraceRequest, arrival_times, poisson, requests_at
 
 def target(engine="vllm", model="llama-70b", machine="h200x8"):
     formats = Formats("fp8", "fp8")
-    return Target(find_model(model), load_machine(machine), load_engine(engine), formats)
+    return Target(find_model(model), load_machine(machine), load_engine(engine).offline, formats)
 
 
 VLLM = target()

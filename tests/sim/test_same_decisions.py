@@ -83,7 +83,7 @@ def test_the_simulator_makes_the_plans_of_the_device_engine(dp):
     built = make(directory, 2, 2, dp=dp, num_blocks=24, max_model_len=64, token_buckets=[32])
     on_devices = record(built.engine, built.runners, Clock(), step_seconds)
     no_host = {"host_seconds": 0.0, "host_seconds_per_sequence": 0.0}
-    engine = replace(load_engine("shiftjax"), **no_host)  # the step times are all there is
+    engine = replace(load_engine("shiftjax").offline, **no_host)  # the step times are all there is
     target = Target(built.deployment.layout.model, load_machine("cpu"), engine, Formats())
     costs = cost_model(target, deploy(target, f"dp={dp},sp=2,tp=2", max_num_seqs=6))
     clock = Clock()

@@ -28,7 +28,7 @@ from shiftjax.sim.trace import TraceRequest, poisson
 H200 = Target(
     find_model("llama-70b"),
     load_machine("h200x8"),
-    load_engine("shiftjax"),
+    load_engine("shiftjax").offline,
     Formats("fp8", "fp8"),
 )
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}

@@ -23,7 +23,8 @@ SOMEBODY = SequenceState(Request("", ()), 0, 0, (0, 0.0, 0, 0), [], 0, 0, frozen
 
 def target(engine: str = "shiftjax") -> Target:
     names = {"model": "llama-8b", "machine": "a10x8", "dtype": "bfloat16"}
-    return target_from(names | {"engine": engine})
+    found = target_from(names | {"engine": engine})
+    return replace(found, engine=found.engine.offline)
 
 
 def batch(count: int, num_prompt_tokens: int, num_output_tokens: int) -> list[TraceRequest]:
