@@ -58,7 +58,9 @@ def play(kind: str, *, simulated: bool):
     engine = make_fleet(units=UNITS, policy=policy, clock=clock, fleet=options)
     engine.wait = clock.wait_for_one
     model = replace(PRESETS["tiny"], num_heads=8, num_kv_heads=4)
-    overhead = replace(load_engine("shiftjax").offline, host_seconds=0.0, host_seconds_per_sequence=0.0)
+    overhead = replace(
+        load_engine("shiftjax").offline, host_seconds=0.0, host_seconds_per_sequence=0.0
+    )
     for lane in engine.lanes:
         runner, group = lane.runner, lane.group
         if simulated:
