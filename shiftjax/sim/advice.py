@@ -19,7 +19,7 @@ from shiftjax.sim.trials import Trial, Trials, cost_of
 from shiftjax.sim.variants import Changes
 
 MOST_SERVERS = 1024
-MOST_REPLAYS = 160  # about a minute and a half of one core
+MOST_REPLAYS = 120  # about a minute and a half of one core
 IDLE = 0.2  # requests at once, on average: more servers would make none of them quicker
 STRIDE = 0.4  # more servers, for each time that the limits are missed by
 MOST_STRIDE = 2.0

@@ -17,8 +17,8 @@ from shiftjax.sim.estimate import Workload
 from shiftjax.sim.trace import TraceRequest, arrival_times, requests_at, scale_rate
 
 LEAST_REQUESTS = 250  # of a replay, so that a 90th percentile is one of 25
-MOST_REQUESTS = 1000  # unless a trace has more
-LIVES = 4.0  # a replay goes on for so many times what a request takes at the limits
+MOST_REQUESTS = 600  # unless a trace has more
+LIVES = 3.0  # a replay goes on for so many times what a request takes at the limits
 SEEDS = 5
 
 

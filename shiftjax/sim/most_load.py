@@ -2,8 +2,9 @@
 
 Servers come in the order of what the closed form says they can do at most (`servers.py`). One that
 cannot have more than the best so far is left out. Any other has to keep the limits at a rate above
-that, as it is or changed (`variants.py`). Then the rate between this and its most is halved until
-it is known to `EXACT`; and lowered until it is kept with all seeds.
+that. Then the rate between this and its most is halved until it is known to `EXACT`; and lowered
+until it is kept with all seeds. What is the best in the end is changed (`variants.py`), as long as
+that brings more.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,9 @@ from shiftjax.sim.trials import Trial, Trials
 from shiftjax.sim.variants import Changes
 
 EXACT = 0.02  # of a rate
-SLOW = 0.3  # of the most by closed form, which is tried first
+SLOW = 0.5  # of the most by closed form, which is tried first
 LOWER = 0.5  # of a rate that the first server missed
+WIDER = 1.3  # times the best rate, that a change may bring
 LEAST = 0.03  # of the most by closed form: below it a server has none
 
 
@@ -26,18 +28,31 @@ def most_load(field: Field, trials: Trials, num_devices: int, budgets: Mapping[s
     fitting = [each for each in field.servers if num_devices % each.num_devices == 0]
     fitting.sort(key=lambda each: (-_most(each, num_devices), each.rank))
     best: Trial | None = None
-    left_out, changes = len(field.servers) - len(fitting), Changes(trials, budgets)
+    left_out = len(field.servers) - len(fitting)
     for server in fitting:
-        if trials.is_over:
-            break
         bound = _most(server, num_devices)
-        if best is not None and bound <= _next(best):
+        if trials.is_over or (best is not None and bound <= _next(best)):
             left_out += 1
             continue
-        found = _above(server, num_devices // server.num_devices, bound, best, changes)
+        found = _above(trials, server, num_devices // server.num_devices, bound, best)
         if found is not None:
-            best = _highest(trials, found, max(bound, _total(found)), best)
+            best = _highest(trials, found, bound, best)
+    if best is not None:
+        best = _changed(trials, best, budgets)
     return Advice(Question(None, num_devices), trials, best, field, left_out, not trials.is_over)
+
+
+def _changed(trials: Trials, best: Trial, budgets: Mapping[str, Any]) -> Trial:
+    """The best, changed as long as that keeps the limits at a higher rate."""
+    changes = Changes(trials, budgets)
+    while not trials.is_over:
+        missed = trials.first(best.server, best.num_servers, _next(best), best.changed)
+        found = missed if missed.meets else changes.kept(missed, _next(best))
+        higher = found and _highest(trials, found, WIDER * _total(found), best)
+        if higher is None or higher is best:
+            break
+        best = higher
+    return best
 
 
 def _most(server: Server, num_devices: int) -> float:
@@ -54,15 +69,16 @@ def _next(best: Trial) -> float:
 
 
 def _above(
-    server: Server, num: int, bound: float, best: Trial | None, changes: Changes
+    trials: Trials, server: Server, num: int, bound: float, best: Trial | None
 ) -> Trial | None:
-    """A trial of this server, or of a changed one, that keeps the limits above the best rate."""
-    trials, rate = changes.trials, _next(best) if best else SLOW * bound
+    """A trial of this server that keeps the limits above the best rate."""
+    rate = _next(best) if best else SLOW * bound
     while not trials.is_over:
         trial = trials.first(server, num, rate)
-        found = trial if trial.meets else changes.kept(trial, rate)
-        if found is not None or best is not None or trial.refused or rate < LEAST * bound:
-            return found
+        if trial.meets:
+            return trial
+        if best is not None or trial.refused or rate < LEAST * bound:
+            break
         rate *= LOWER
     return None
 

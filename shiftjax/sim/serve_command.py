@@ -1,6 +1,7 @@
 """The command, or the file of settings, that starts an engine as it was planned. No JAX."""
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -9,6 +10,7 @@ from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import Setting
 from shiftjax.parallel.arrangements import without_unread
+from shiftjax.targets import NONE, Targets
 
 # Fields of a deployment that are settings of the same name.
 _SAME = (
@@ -52,10 +54,29 @@ def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
     is_plain = formats.weights == formats.activations
     values["quantization"] = "auto" if is_plain else formats.weights
     values["kv_cache_dtype"] = "auto" if formats.kv == formats.activations else formats.kv
+    values |= _targets(deployment.targets)
     values["host_memory"] = str(deployment.host_bytes)
     if POLICIES[deployment.policy].has_threshold and (deployment.sp > 1 or is_fleet):
         values["shift_threshold"] = deployment.threshold
     return {name: value for name, value in values.items() if name in SETTINGS}
+
+
+def _targets(targets: Targets) -> dict[str, Any]:
+    """The three settings of targets, None where there is none."""
+    classes = [
+        f"{priority}:{_or_none(target.ttft)}/{_or_none(target.tpot)}"
+        for priority, target in targets.by_priority
+    ]
+    default = targets.default
+    return {
+        "target_ttft": default.ttft if default.ttft < math.inf else None,
+        "target_tpot": default.tpot if default.tpot < math.inf else None,
+        "targets_by_priority": ",".join(classes) or None,
+    }
+
+
+def _or_none(seconds: float) -> str:
+    return f"{seconds!r}" if seconds < math.inf else NONE
 
 
 def _spelled(setting: Setting, value: Any) -> str:

@@ -35,6 +35,7 @@ from shiftjax.sim.phase_rates import all_degrees
 
 CLOSED_FORM_ERROR = 1.1  # of tokens per second; see tests/sim/test_planning.py
 TPOT_ERROR = 1.4  # of the mean in closed form, beside a percentile of a replay
+OF_GROUPS = ("dp=", "policy=")  # settings that a fleet says in its own way
 HALVINGS = 24  # of a rate or a time that is looked for
 MOST_SECONDS = 1e3  # a token that takes longer takes for ever
 NARROW = "fp8"  # what a KV cache that is left open may be stored in
@@ -136,12 +137,14 @@ def changed(server: Server, budgets: Mapping[str, Any], settings: Mapping[str, A
     devices = server.num_devices * settings.get("dp", 1)
     target = replace(target, machine=replace(target.machine, num_devices=devices))
     if "fleet" in settings:
-        text = f"{FLEET}:tp{server.deployment.tp}"
+        _, *others = text.split(",")
+        kept = (word for word in others if not word.startswith(OF_GROUPS))
+        text = ",".join([f"{FLEET}:tp{server.deployment.tp}", *kept])
     else:
         text = ",".join([text, *(f"{name}={value}" for name, value in settings.items())])
     found = deploy(target, text, **budgets)
     degrees = Degrees(found.dp, found.pp, found.sp, found.tp)
-    name = text if found.widths else degrees.name
+    name = text.partition(",")[0] if found.widths else degrees.name
     return server._replace(target=target, deployment=replace(found, name=name), text=text)
 
 

@@ -2,8 +2,8 @@
 
 Each row says when a change can help, by what the trial missed, and which settings it changes.
 Settings that the user gave stay. A row also says from which distance its change has brought servers
-within the limits: each trial takes time. Engines that choose the size of each step by its cost gain
-little from another bound; others depend on it.
+within the limits: each trial takes time. Changes add up. Engines that choose the size of each step
+by its cost gain little from another bound; others depend on it.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +13,7 @@ from shiftjax.options import ConfigError
 from shiftjax.sim.load import Limits
 from shiftjax.sim.servers import changed
 from shiftjax.sim.trials import Trial, Trials
+from shiftjax.targets import NO_TARGETS
 
 NEAR = 1.15  # times the limits
 FAR = 2.5
@@ -46,6 +47,15 @@ def _waits_for_a_place(trial: Trial, limits: Limits) -> bool:
     running = max(each.running for each in trial.measured)
     is_late = trial.ttft > limits.ttft and trial.tpot <= limits.tpot
     return is_late and running >= FULL * trial.deployment.max_num_seqs
+
+
+def _targets(trial: Trial, limits: Limits) -> Settings | None:
+    """The limits, as what sizes of steps are chosen for."""
+    deployment = trial.deployment
+    chooses = trial.target.engine.sizes_steps and deployment.pp == 1
+    if not chooses or deployment.targets != NO_TARGETS:
+        return None
+    return {"target_ttft": limits.ttft, "target_tpot": limits.tpot}
 
 
 def _smaller_step(trial: Trial, _: Limits) -> Settings | None:
@@ -87,6 +97,7 @@ def _fleet(trial: Trial, _: Limits) -> Settings | None:
 
 
 VARIANTS = (
+    Variant(_is_near, _targets, "targets of {target_ttft:g} s and {target_tpot:g} s"),
     Variant(_is_near, _groups, "one engine of {dp} groups"),
     Variant(_is_late, _smaller_step, "steps of up to {max_num_batched_tokens:,} tokens"),
     Variant(_is_late, _fewer, "no more than {max_num_seqs} sequences at once"),
@@ -106,12 +117,13 @@ class Changes:
     def kept(self, trial: Trial, rate: float) -> Trial | None:
         """The first changed server that keeps the limits at this rate; None: there is none.
 
-        A setting whose change brought the trial nearer to its limits is changed once more.
+        A change that brought the trial nearer to its limits stays, and is made once more.
         """
         if trial.refused:
             return None
+        base = trial
         for variant in VARIANTS:
-            base, found = trial, self._tried(variant, trial, rate)
+            found = self._tried(variant, base, rate)
             while found is not None and not found.meets and self._nearer(found, base):
                 base, found = found, self._tried(variant, found, rate)
             if found is not None and found.meets:
@@ -124,7 +136,7 @@ class Changes:
 
     def _tried(self, variant: Variant, trial: Trial, rate: float) -> Trial | None:
         """What became of a change; None: it cannot help, or cannot be had."""
-        settings = variant.settings(trial, self._limits)
+        settings = variant.settings(trial, self.trials.limits)
         if settings is None or settings.keys() & self._budgets.keys() or self.trials.is_over:
             return None
         if not variant.helps(trial, self._limits):

@@ -53,7 +53,7 @@ def test_a_replay_lasts_some_lives_of_a_request():
     few = even_load(EACH, LIMITS).of_one(1.0, 1, 0)
     assert len(few) == pytest.approx(LEAST_REQUESTS, rel=0.2)
     load = even_load(Workload(500, 100), long)
-    assert load.of_one(10.0, 1, 0)[-1].arrival_seconds == pytest.approx(4 * (1 + 10), rel=0.1)
+    assert load.of_one(15.0, 1, 0)[-1].arrival_seconds == pytest.approx(3 * (1 + 10), rel=0.1)
     assert len(load.of_one(100.0, 1, 0)) == pytest.approx(MOST_REQUESTS, rel=0.1)
 
 

@@ -36,7 +36,8 @@ def test_the_rate_is_kept_with_all_seeds_and_is_the_highest(of_four):
     assert best is not None and best.meets and len(best.measured) == SEEDS
     assert best.num_devices == 4
     assert best.ttft <= 0.95 and best.tpot <= 0.95 * 0.06
-    kept = [trial.rate * trial.num_servers for trial in of_four.trials.all if trial.meets]
+    roomy = [t for t in of_four.trials.all if t.meets and LIMITS.ratio(t.ttft, t.tpot) <= 0.95]
+    kept = [trial.rate * trial.num_servers for trial in roomy]
     assert total(of_four) >= 0.9 * max(kept)  # seeds may lower what one replay kept
     again = Trials(LOAD, LIMITS, 0.05, 99)
     more = again.first(best.server, best.num_servers, 1.15 * total(of_four))

@@ -104,3 +104,12 @@ def test_settings_change_on_more_devices():
     assert found.num_devices == 4 and deployment.name == "dp2tp2"
     small = changed(servers["tp2"], {}, {"max_num_batched_tokens": 2048})
     assert small.deployment.step_sizes[-1] == 2048  # with the sizes that are compiled
+
+
+def test_a_fleet_keeps_what_was_changed_before():
+    server = {s.deployment.name: s for s in field_of(target("l4x8")).servers}["sp4"]
+    for settings in ({"max_num_batched_tokens": 2048, "target_tpot": 0.06}, {"fleet": True}):
+        server = changed(server, {}, settings)
+    deployment = server.deployment
+    assert deployment.name == "fleet:tp1" and deployment.widths == (1, 2, 4)
+    assert deployment.max_num_batched_tokens == 2048 and deployment.targets.default.tpot == 0.06

@@ -8,6 +8,7 @@ from test_servers import LOAD, field_of, target
 from shiftjax.sim.load import Limits
 from shiftjax.sim.trials import Measured, Trial
 from shiftjax.sim.variants import FAR, NEAR, VARIANTS, Changes
+from shiftjax.targets import NO_TARGETS
 
 LIMITS = Limits(1.0, 0.05)
 SERVERS = {s.deployment.name: s for s in field_of(target("h100x8", num_devices=8)).servers}
@@ -31,6 +32,8 @@ def wanted(one: Trial) -> dict[str, list]:
 
 def test_tokens_that_are_late_want_smaller_steps_and_fewer_sequences():
     assert wanted(trial(tpot=0.052, num=1)) == {
+        "target_ttft": [1.0],
+        "target_tpot": [0.05],
         "max_num_batched_tokens": [4096],
         "max_num_seqs": [32],
         "fleet": [True],
@@ -44,7 +47,7 @@ def test_an_engine_without_sizes_of_steps_gains_more_from_their_bound():
     other = replace(one.target, engine=replace(one.target.engine, sizes_steps=False))
     late = trial(tpot=0.05 * NEAR * 1.1, server=one._replace(target=other))
     assert wanted(late)["max_num_batched_tokens"] == [4096]
-    assert "fleet" not in wanted(late)
+    assert not {"fleet", "target_tpot"} & wanted(late).keys()
     assert "max_num_batched_tokens" not in wanted(trial(tpot=0.051 * FAR, server=late.server))
 
 
@@ -63,7 +66,9 @@ def test_servers_that_a_machine_has_devices_for_may_be_one_engine():
 
 
 class Scripted:
-    """Trials whose outcome is known."""
+    """Trials whose outcome is known, by tokens of a step; targets save a part."""
+
+    aimed = 0.0
 
     def __init__(self, tpots: dict[int, float]):
         self.limits, self.margin, self.is_over, self.asked = LIMITS, 0.0, False, []
@@ -73,6 +78,7 @@ class Scripted:
         tokens = server.deployment.max_num_batched_tokens
         self.asked.append((tokens, server.deployment.max_num_seqs, words))
         tpot = self._tpots.get(tokens, 1.0)
+        tpot -= self.aimed if server.deployment.targets != NO_TARGETS else 0.0
         found = trial(tpot=tpot, num=num, server=server)
         return found._replace(meets=tpot <= LIMITS.tpot, changed=words)
 
@@ -90,7 +96,18 @@ def test_a_change_that_helps_is_made_once_more():
     assert 2048 not in {tokens for tokens, *_ in worse.asked}
 
 
-@pytest.mark.parametrize("given", ["max_num_batched_tokens", "max_num_seqs", "fleet"])
+def test_changes_add_up():
+    trials = Scripted({8192: 0.056, 4096: 0.051})
+    trials.aimed = 0.003
+    found = Changes(trials, {}).kept(trial(tpot=0.056, num=1), 1.0)  # type: ignore[arg-type]
+    assert found is not None and found.tpot == pytest.approx(0.048)
+    assert found.changed == "targets of 1 s and 0.05 s, steps of up to 4,096 tokens"
+    assert [words for *_, words in trials.asked] == ["targets of 1 s and 0.05 s", found.changed]
+
+
+@pytest.mark.parametrize(
+    "given", ["max_num_batched_tokens", "max_num_seqs", "fleet", "target_ttft"]
+)
 def test_settings_that_users_give_stay(given):
     def tried(budgets):
         trials = Scripted({})

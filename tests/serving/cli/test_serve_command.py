@@ -63,7 +63,10 @@ def servers(machine: str, model: str, dtype: str) -> list[Server]:
 
 @pytest.mark.parametrize(
     ("machine", "model", "dtype"),
-    [("h200x8", "llama-70b", "fp8"), ("h100x8", "qwen3-32b", "bfloat16")],
+    [
+        ("h200x8", "llama-70b", "fp8"),
+        pytest.param("h100x8", "qwen3-32b", "bfloat16", marks=pytest.mark.thorough),
+    ],
 )
 def test_the_command_and_the_file_of_every_server_make_it(machine, model, dtype, tmp_path):
     """On the whole machine, of which a server may have a part."""
@@ -83,6 +86,7 @@ def same(found, planned) -> bool:
 
 
 CHANGES = (
+    {"target_ttft": 0.5, "target_tpot": 0.03},
     {"dp": 2},
     {"max_num_batched_tokens": 2048},
     {"max_num_seqs": 512},
@@ -98,6 +102,16 @@ def test_changes_are_those_of_the_table():
     assert {name for settings in found for name in settings or ()} == {
         name for settings in CHANGES for name in settings
     }
+
+
+def test_targets_of_priorities_are_in_the_command():
+    target = target_from({"model": "llama-8b", "machine": "h200x8"})
+    text = "tp4,target_tpot=0.05,targets_by_priority=1:2.5/0.2,1000:none/none"
+    planned = deploy(target, text)
+    planned = planned.sized(memory_of(target, planned))
+    command = serve_command("llama-8b", planned)
+    assert "--target-tpot 0.05" in command and "--target-ttft" not in command
+    assert same(started(command, target), planned)
 
 
 @pytest.mark.parametrize("settings", CHANGES)
