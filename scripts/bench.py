@@ -32,6 +32,7 @@ Row = dict[str, Any]
 NAMES = (
     *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases"),
     *("two_hosts", "host", "host_tier", "kv_events", "loads", "soak", "router", "forced_calls"),
+    *("step_sizes",),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}
 CASES |= {name: f"labs.{name}" for name in ("call", "swiftkv")}  # research
