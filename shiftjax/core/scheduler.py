@@ -219,6 +219,9 @@ class Scheduler:
         used_tokens = self.num_used_blocks * self.config.block_size
         rest = used_tokens, turn, self.sizes.num_groups
         demand = demand_of(builder, self.waiting, room, *rest)
+        if self.config.num_micro_batches > 1:
+            others = sum(s.micro_batch != builder.micro_batch for s in self.running)
+            demand = demand._replace(num_others=others)
         if demand.prompts and builder.tokens_left:
             num_tokens = self.sizes.choose(demand) - demand.num_decodes
             builder.tokens_left = min(builder.tokens_left, max(1, num_tokens))

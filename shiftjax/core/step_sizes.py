@@ -32,6 +32,7 @@ class Demand(NamedTuple):
     most: int  # tokens of the step
     sequences: Sequence[SequenceState] = ()  # whose prompts these are
     decodes: Sequence[ScheduledSequence] = ()
+    num_others: int = 0  # decodes that run in other micro-batches
 
 
 class StepSizes:

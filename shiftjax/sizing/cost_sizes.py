@@ -31,11 +31,11 @@ FIRST_ANSWER = 128.0  # tokens of an answer, before any has ended
 def sizes_by_costs(deployment: Deployment, costs: GroupCosts | None) -> bool:
     """Whether steps of a deployment have sizes by these costs.
 
-    Not those of a pipeline or of a phase of its own, which have other limits, nor of engines that
-    have no such choice. That devices are a CPU does not say how fast it is: there costs count
+    Not those of a phase of its own, which has other limits, nor of engines that have no such
+    choice. That devices are a CPU does not say how fast it is: there costs count
     where the policy or the setting `machine` names them.
     """
-    if costs is None or deployment.pp > 1 or deployment.parks:
+    if costs is None or deployment.parks:
         return False
     names = deployment.needs_costs or deployment.machine is not None
     is_known = names or not costs.machine.shared_cores
@@ -48,7 +48,8 @@ def patience_of(
     """Seconds that a request may be passed for, by prompt token."""
     work = Work.prefill(max(sizes))
     mode = policy.mode_of(work, modes, 0, None)
-    return PATIENCE * costs.mode_seconds(mode, costs.size_of(work)) / work.num_tokens
+    seconds = costs.mode_seconds(mode, costs.size_of(work)) / len(costs.stages)
+    return PATIENCE * seconds / work.num_tokens
 
 
 class CostSizes(StepSizes):
@@ -102,6 +103,8 @@ class CostSizes(StepSizes):
         last_mode, self._last_mode = self._last_mode, mode
         if not plan.scheduled or (not plan.chunks and plan.step_id % LEARNT_DECODES):
             return
+        if len(self._costs.stages) > 1:  # ends of unlike steps in a pipeline tell of neither
+            return
         costs, work = self._costs, work_of(plan)
         expected = predicted(costs, mode, last_mode, work, is_hidden)
         expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
@@ -118,15 +121,31 @@ class CostSizes(StepSizes):
             int(demand.num_more * self.prompt),
             ARRIVALS * self.rate(demand.turn.now),
             self.answer,
+            demand.num_others,
+            self._depth(demand),
         )
-        return self.best(demand, queue, self._seconds(demand, ends))
+        return self.best(demand, queue, self._seconds(demand, ends, queue.depth))
 
     def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
         """Return the size, of steps that take `seconds(index of a size, prompt tokens)`."""
         return best_size(self.sizes, demand.most, queue, seconds)
 
-    def _seconds(self, demand: Demand, ends: Sequence[int]) -> Callable[[int, int], float]:
-        """Seconds of a step of `sizes[i]` with n prompt tokens."""
+    def _depth(self, demand: Demand) -> int:
+        """How many steps with prompts are in the stages of a pipeline at once.
+
+        The chunks of a prompt follow each other, unless decodes go along: these have to have their
+        tokens first. Then the prompts of other micro-batches do, in half of the stages: all of
+        them, as where every micro-batch has prompts, made first tokens late.
+        """
+        num_stages = len(self._costs.stages)
+        if num_stages == 1 or not demand.num_decodes:
+            return num_stages
+        return max(1, min(num_stages // 2, len(demand.prompts) + demand.num_more))
+
+    def _seconds(
+        self, demand: Demand, ends: Sequence[int], depth: int = 1
+    ) -> Callable[[int, int], float]:
+        """Seconds between the ends of steps of `sizes[i]` with n prompt tokens each."""
         turn, num_decodes, costs = demand.turn, demand.num_decodes, self._costs
         pairs = sum(left * (start + left / 2) for left, start in demand.prompts)
         attention = self._attention
@@ -140,7 +159,7 @@ class CostSizes(StepSizes):
             if (i, num_waiting) not in bases:
                 bases[i, num_waiting] = self._base(self.sizes[i], demand, num_waiting)
             base, factor = bases[i, num_waiting]
-            device = base + reading + slope * num_prompt_tokens
+            device = (base + reading + slope * num_prompt_tokens) / depth
             return factor * (max(device, host) if turn.is_hidden else device + host)
 
         return seconds

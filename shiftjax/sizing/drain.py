@@ -13,6 +13,10 @@ first token after k_j = ceil(C_j / p) steps. Whoever decodes makes a token a ste
 The step has the compiled b with the least J, among those that keep first tokens no more than
 `SLACK` later than the largest step would: F(b) <= (1 + SLACK) F(largest), and the same for D.
 (That a second prompt in a full step only delays the first: vLLM's pull request 33743.)
+
+In a pipeline `depth` steps are on their way at once, and none overtakes another. One then ends
+every t(b), a depth-th of what a step takes; every prompt comes depth - 1 of these later; and a
+token comes once in depth steps, so that R tokens are depth R steps.
 """
 
 from bisect import bisect_left
@@ -32,6 +36,8 @@ class Queue(NamedTuple):
     more_tokens: int = 0  # of all of those
     rate: float = 0.0  # prompts that are to come, a second
     answer: float = 128.0  # tokens of one
+    num_others: int = 0  # decodes that have steps of their own, on their way with these
+    depth: int = 1  # steps that are on their way at once
 
 
 class Sized(NamedTuple):
@@ -103,23 +109,25 @@ def _sized(
     seconds: Callable[[int, int], float],
     alone: float,
 ) -> Sized:
-    d, ends, num_more, more_tokens, rate, answer = queue
+    d, ends, num_more, more_tokens, rate, answer, num_others, depth = queue
+    answer *= depth
     p, total = sizes[i] - d, ends[-1] + more_tokens
     each = seconds(i, min(p, total))
     num_steps = -(-total // p)
     rest = total - (num_steps - 1) * p
     last = seconds(min(bisect_left(sizes, d + rest), i), rest)
-    drain, delay = (num_steps - 1) * each + last, each - alone
-    num_late = d * min(answer, num_steps - 1)
+    on_way = (depth - 1) * (last if num_steps == 1 else each)
+    drain, delay = (num_steps - 1) * each + last + on_way, each - alone
+    num_late = (d + num_others) * min(answer, num_steps - 1)
     first, step = 0.0, 1
     for end in ends:
         step = -(-end // p)
-        first += drain if step == num_steps else step * each
+        first += drain if step == num_steps else step * each + on_way
         num_late += min(answer, num_steps - step)
     if num_more:
-        first += num_more * (step * each + drain) / 2
+        first += num_more * (step * each + on_way + drain) / 2
         num_late += num_more * min(answer, (num_steps - step) / 2)
     late = num_late * delay
     if num_steps <= answer:
-        late += d * (last - alone)
+        late += (d + num_others) * (last - alone)
     return Sized(drain, first + rate * drain * drain / 2, late)

@@ -12,6 +12,7 @@ ASSEMBLY = "shiftjax/assembly.py"
 
 TEST_DRAIN = ("tests/sizing/test_drain.py",)
 TEST_SIZES = ("tests/sizing/test_cost_sizes.py",)
+TEST_PIPELINES = ("tests/sizing/test_pipeline_sizes.py",)
 TEST_SEAM = ("tests/core/test_step_sizes.py",)
 
 ROWS: tuple[Mutant, ...] = (
@@ -38,13 +39,13 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "prompts far behind all end last", "sizes", DRAIN,
-        "first += num_more * (step * each + drain) / 2", "first += num_more * drain",
+        "first += num_more * (step * each + on_way + drain) / 2", "first += num_more * drain",
         TEST_DRAIN, "in an overload sizes are those of other traffic",
     ),
     Mutant(
         "what decodes wait for is no loss", "sizes", DRAIN,
-        "drain, delay = (num_steps - 1) * each + last, each - alone",
-        "drain, delay = (num_steps - 1) * each + last, 0.0",
+        "drain, delay = (num_steps - 1) * each + last + on_way, each - alone",
+        "drain, delay = (num_steps - 1) * each + last + on_way, 0.0",
         TEST_DRAIN, "steps are as large as ever",
     ),
     Mutant(
@@ -62,6 +63,21 @@ ROWS: tuple[Mutant, ...] = (
         "nothing is learned", "sizes", SIZES,
         "        self.times.learn(kind, seconds - plan.proposing_seconds, expected)\n", "",
         TEST_SIZES, "a machine's file is believed, whatever steps take",
+    ),
+    Mutant(
+        "a step of a pipeline is in one stage alone", "sizes", DRAIN,
+        "on_way = (depth - 1) * (last if num_steps == 1 else each)", "on_way = 0.0",
+        TEST_PIPELINES, "chunks are too small: each has to pass all stages",
+    ),
+    Mutant(
+        "chunks wait for the last stage", "sizes", SIZES,
+        "if num_stages == 1 or not demand.num_decodes:", "if num_stages == 1:",
+        TEST_PIPELINES, "a prompt alone is one chunk, for which all stages but one are idle",
+    ),
+    Mutant(
+        "other micro-batches wait for nothing", "sizes", SCHEDULER,
+        "demand = demand._replace(num_others=others)", "pass",
+        TEST_PIPELINES, "all decodes wait behind the chunks of one micro-batch",
     ),
     Mutant(
         "a fleet has the patience of single units", "sizes", ASSEMBLY,

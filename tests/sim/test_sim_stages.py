@@ -92,7 +92,7 @@ def test_decodes_in_steady_state_take_the_interval_of_the_closed_form(name, engi
 @pytest.mark.parametrize("engine", ["shiftjax", "vllm"])
 def test_prompts_in_steady_state_take_the_interval_of_the_closed_form(engine):
     of = target(engine)
-    deployment = deploy(of, "pp8", **SMALL)
+    deployment = deploy(of, "pp8,step_sizes=largest", **SMALL)
     result = replay(batch(64, 512, 1), of, deployment)
     costs = cost_model(of, deployment)
     interval = (result.steps[-1].done - result.steps[8].done) / (len(result.steps) - 9)

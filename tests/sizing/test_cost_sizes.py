@@ -176,7 +176,9 @@ def on(machine="h200x8", engine="shiftjax", model="llama-70b"):
     return target_from({"model": model, "machine": machine, "engine": engine, "dtype": "fp8"})
 
 
-@pytest.mark.parametrize("name", ["cost", "shift", "base", "dp", "dp=2,sp=4,tp=1,policy=threshold"])
+@pytest.mark.parametrize(
+    "name", ["cost", "shift", "base", "dp", "dp=2,sp=4,tp=1,policy=threshold", "pp4tp2"]
+)
 def test_every_policy_has_sizes_by_cost(name):
     patience, sizes = made(name)
     assert patience > 0 and all(isinstance(each, CostSizes) for each in sizes)
@@ -187,7 +189,6 @@ def test_every_policy_has_sizes_by_cost(name):
     ("name", "target"),
     [
         ("cost,step_sizes=largest", on()),
-        ("pp4tp2", on()),
         ("pp8:tp8", on()),
         ("cost", on(engine="vllm")),
         ("shift", on("cpu", model="smollm2-135m")),  # nobody says how fast this CPU is
