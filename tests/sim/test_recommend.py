@@ -1,6 +1,8 @@
 """Which row of a plan's table is recommended: the best for a goal, else one that none dominates."""
 
 import random
+from functools import cache
+from typing import NamedTuple
 
 import pytest
 
@@ -21,16 +23,25 @@ MACHINES = ("h200x8", "h100x8", "a100x8", "b200x8", "l4x8", "a10x8", "l40sx8", "
 SAME = 1e-5  # a row this little better in a column is not better
 
 
-def questions(count: int, seed: int) -> list[tuple[Target, Workload]]:
+class Question(NamedTuple):
+    """Requests for a target, and the rows of it that have room for them."""
+
+    target: Target
+    workload: Workload
+    fitting: list[Estimate]
+
+
+@cache
+def questions(count: int, seed: int) -> tuple[Question, ...]:
     """Models, machines, formats and lengths by chance, of which something fits."""
     rng, found = random.Random(seed), []
     while len(found) < count:
         options = {"model": rng.choice(MODELS), "machine": rng.choice(MACHINES)}
         target = target_from(options | {"dtype": rng.choice(("bfloat16", "fp8"))})
-        prompt, output = round(2 ** rng.uniform(6, 14)), round(2 ** rng.uniform(4, 11))
-        if any(one.fits for one in table_of(target, Workload(prompt, output))):
-            found.append((target, Workload(prompt, output)))
-    return found
+        workload = Workload(round(2 ** rng.uniform(6, 14)), round(2 ** rng.uniform(4, 11)))
+        if fitting := [one for one in table_of(target, workload) if one.fits]:
+            found.append(Question(target, workload, fitting))
+    return tuple(found)
 
 
 def table_of(target: Target, workload: Workload) -> list[Estimate]:
@@ -46,27 +57,26 @@ def dominates(one: Estimate, other: Estimate) -> bool:
     return all(a <= b * (1 + SAME) for a, b in pairs) and any(a < b * (1 - SAME) for a, b in pairs)
 
 
-@pytest.mark.costs(20)
+@pytest.mark.costs(10)
 def test_no_row_dominates_the_recommended_one():
     behind = []
-    for target, workload in questions(20, seed=7):
-        table = [one for one in table_of(target, workload) if one.fits]
+    for number, (target, workload, table) in enumerate(questions(20, seed=7)):
         best = best_of(table, workload)
         assert best is not None
         assert not [one.deployment.name for one in table if dominates(one, best)]
         most = max(one.tokens_per_second for one in table)
         behind.append(best.tokens_per_second / most)
-        chosen, reason = recommend(target, workload) or (None, "")
-        degrees = [(d.dp, d.pp, d.sp, d.tp) for d in (chosen, best.deployment) if d is not None]
-        assert degrees[0] == degrees[1], reason
-        assert best.deployment.name.strip() in reason
+        if number % 5 == 0:
+            chosen, reason = recommend(target, workload) or (None, "")
+            degrees = [(d.dp, d.pp, d.sp, d.tp) for d in (chosen, best.deployment) if d is not None]
+            assert degrees[0] == degrees[1], reason
+            assert best.deployment.name.strip() in reason
     assert sorted(behind)[len(behind) // 2] > 0.7  # of the most tokens per second, at the median
 
 
 @pytest.mark.parametrize("goal", GOALS)
 def test_a_goal_is_the_best_row_of_its_column(goal: str):
-    for target, workload in questions(3, seed=1):
-        table = [one for one in table_of(target, workload) if one.fits]
+    for _, workload, table in questions(3, seed=1):
         best = best_of(table, workload, goal)
         assert best is not None
         costs = {
