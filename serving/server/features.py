@@ -35,7 +35,9 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
 def page_parts(stats: EngineStats) -> dict[str, Any]:
     """What the page shows of each, as plain values by its name; None: it is off."""
     drafts, fleet = stats.find(DraftStats), stats.find(FleetState)
+    sizes = stats.find(TargetStats)
     return {
         "drafts": None if drafts is None else drafts.by_drafter,
         "fleet": None if fleet is None else fleet_state.page_part(fleet),
+        "sizes": None if sizes is None else target_sizes.page_part(sizes),
     }

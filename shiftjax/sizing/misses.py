@@ -14,18 +14,18 @@ and passes it if its answer ends there. Nobody knows when that is: after R more 
 whatever it had, hence with probability exp(-m1 / R) - exp(-m2 / R).
 
 A prompt passes its target if its first token comes later than that; else it becomes a decode.
-So does who comes in B. And who comes while more waits than the target T1 allows will be late:
+So does who comes in B. And who comes while more waits than the target T1 allows will be late: that
+is rate / (1 - load) requests for each second of D above T1. Since requests do not come evenly, what
+waits by then is D and anything from -s to s more, with s = SPREAD * T1, so seconds above T1 are
 
-    rate / (1 - load) * w log(1 + exp((D - T1) / w))     requests, with w = SPREAD * T1
+    (D - T1 + s)^2 / (4 s)    on average, between T1 - s and T1 + s.
 
-which is rate / (1 - load) for each second of D above T1, and less where D comes near it, since
-requests do not come evenly. The load is that of the largest steps, the same for all sizes: this
-term alone says what a smaller size costs those who come in a burst.
+The load is that of the largest steps, the same for all sizes, and a second takes `LONGEST` at most
+to go: this term says what a smaller size costs those who come in a burst.
 
 Whose first token was late has passed its target already, and is not counted.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,9 +36,8 @@ from shiftjax.targets import Target, Targets
 
 HORIZON = 10.0  # seconds for which requests are taken to come as they do
 COMING = 0.5  # share of the recent rate that is taken to go on, in B
-STAYING = 0.8  # the same in the load
-LONGEST = 10.0  # seconds, at most, that a second of work above the target takes to go
-SPREAD = 0.8  # of a target
+LONGEST = 15.0  # seconds, at most, that a second of work above the target takes to go
+SPREAD = 1.0  # of a target
 MOST_DECODES = 64  # that are looked at; of more, as many at equal distances
 NEVER = 1e6  # seconds of a target that is none
 _PLACES = (np.arange(8) + 0.5) / 8  # among requests that are not looked at one by one
@@ -162,11 +161,13 @@ def _late_later(drain: float, ttft: float, coming: Coming) -> float:
     """How many of those to come will be late for what waits now."""
     if ttft == NEVER:
         return 0.0
-    load = STAYING * coming.rate * coming.prompt * coming.token
+    load = coming.rate * coming.prompt * coming.token
     seconds = min(LONGEST, 1 / max(_SMALL, 1 - load))
-    width = SPREAD * ttft
-    above = (drain - ttft) / width
-    return coming.rate * seconds * width * (above if above > 30 else math.log1p(math.exp(above)))
+    spread = SPREAD * ttft
+    above = drain - ttft
+    if above < spread:
+        above = max(0.0, above + spread) ** 2 / (4 * spread)
+    return coming.rate * seconds * above
 
 
 def _chances(

@@ -8,6 +8,7 @@ pass a target with the size that is best without them, it is that one.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,15 +26,37 @@ PRICE = 10.0  # seconds of first tokens and of late ones, that a request inside 
 FEWEST = 1e-3  # requests: fewer are none
 
 
+class Decision(NamedTuple):
+    """A size that targets have decided, and the one that there would be without them."""
+
+    size: int  # tokens
+    num_missed: float  # requests that would pass their targets, about
+    usual: int
+    usual_missed: float
+
+    @property
+    def words(self) -> str:
+        """The same in a sentence."""
+        passing = f"about {self.num_missed:.1f} requests would pass their targets"
+        return f"{self.size:,} tokens: {passing}, with {self.usual:,} {self.usual_missed:.1f}"
+
+
 @dataclass(slots=True)
 class TargetStats:
     """Steps with prompts since the start, by what decided their size: cost or targets."""
 
     decided: Counter[str] = field(default_factory=Counter)
+    last: Decision | None = None  # of targets
 
     def __add__(self, other: "TargetStats") -> "TargetStats":
         """Return what two groups have counted together."""
-        return TargetStats(self.decided + other.decided)
+        return TargetStats(self.decided + other.decided, self.last or other.last)
+
+
+def page_part(stats: TargetStats) -> dict[str, Any]:
+    """What the page shows of it: steps by what decided, and the last decision of targets."""
+    words = "" if stats.last is None else stats.last.words
+    return {by: stats.decided[by] for by in ("cost", "targets")} | {"last": words}
 
 
 def metrics(stats: TargetStats | None) -> Iterator[Metric]:
@@ -70,15 +93,18 @@ class TargetSizes(CostSizes):
             return demand.most
         missed = self._missed(demand, queue, seconds)
         usual = best = min((each for each in found if each.keeps), key=_cost)
-        num = missed(best)
+        num = usual_missed = missed(usual)
         if num > FEWEST:
-            least = _cost(best) + PRICE * num
+            least = _cost(usual) + PRICE * num
             for each in sorted(found, key=_cost):
                 if _cost(each) >= least:
                     break
-                if (cost := _cost(each) + PRICE * missed(each)) < least:
-                    best, least = each, cost
+                if (cost := _cost(each) + PRICE * (other := missed(each))) < least:
+                    best, num, least = each, other, cost
         self.stats.decided["cost" if best is usual else "targets"] += 1
+        if best is not usual:
+            size, of_usual = self.sizes[best.index], self.sizes[usual.index]
+            self.stats.last = Decision(size, num, of_usual, usual_missed)
         return min(demand.most, self.sizes[best.index])
 
     def _missed(

@@ -9,11 +9,15 @@ ENGINE = "shiftjax/core/engine.py"
 SCHEDULER = "shiftjax/core/scheduler.py"
 TABLES = "shiftjax/core/block_tables.py"
 ASSEMBLY = "shiftjax/assembly.py"
+MISSES = "shiftjax/sizing/misses.py"
+BY_TARGETS = "shiftjax/sizing/target_sizes.py"
 
 TEST_DRAIN = ("tests/sizing/test_drain.py",)
 TEST_SIZES = ("tests/sizing/test_cost_sizes.py",)
 TEST_PIPELINES = ("tests/sizing/test_pipeline_sizes.py",)
 TEST_SEAM = ("tests/core/test_step_sizes.py",)
+TEST_MISSES = ("tests/sizing/test_misses.py",)
+TEST_TARGETS = ("tests/sizing/test_target_sizes.py",)
 
 ROWS: tuple[Mutant, ...] = (
     Mutant(
@@ -113,5 +117,55 @@ ROWS: tuple[Mutant, ...] = (
         "limit = (len(tokens) - 1) // self.block_size\n        for number",
         "limit = len(tokens) // self.block_size\n        for number",
         TEST_SEAM, "a prompt that is cached whole takes no step",
+    ),
+    Mutant(
+        "a request inside its target is worth little", "sizes", BY_TARGETS,
+        "PRICE = 10.0", "PRICE = 0.01",
+        TEST_TARGETS, "targets are given, and sizes are as without them",
+    ),
+    Mutant(
+        "targets have no say where first tokens come late", "sizes", BY_TARGETS,
+        "for each in sorted(found, key=_cost):",
+        "for each in sorted((e for e in found if e.keeps), key=_cost):",
+        TEST_TARGETS, "decodes pass their targets though first tokens had time",
+    ),
+    Mutant(
+        "who waits in front has not come", "sizes", BY_TARGETS,
+        "rate = self.rate(now) * (1 + num_queued / max(1, self.num_recent))",
+        "rate = self.rate(now)",
+        TEST_TARGETS, "in an overload the rate seems to fall, and steps become small",
+    ),
+    Mutant(
+        "nobody is late later", "sizes", MISSES,
+        "num = float(missed.sum()) + _late_later(drain, ttft, coming)",
+        "num = float(missed.sum())",
+        TEST_MISSES, "small steps in a burst make all who come late",
+    ),
+    Mutant(
+        "who is late already counts", "sizes", MISSES,
+        "here[left <= 0] = 0.0", "here[left <= 0] = 1.0",
+        TEST_MISSES, "what cannot be helped looks like a loss of every size",
+    ),
+    Mutant(
+        "decodes do not recover", "sizes", MISSES,
+        "after = num_steps + debt / np.maximum(paces - steps.alone, _SMALL)",
+        "after = num_steps + debt / _SMALL",
+        TEST_MISSES, "long answers look lost after one large step",
+    ),
+    Mutant(
+        "decodes have saved nothing", "sizes", MISSES,
+        "ahead.append(tpot * max(0, sequence.num_output_tokens - 1) - took)", "ahead.append(0.0)",
+        TEST_MISSES, "steps are small for decodes that have time",
+    ),
+    Mutant(
+        "all requests have the target of most", "sizes", MISSES,
+        "found = by_priority[priority] = _finite(targets.of(priority))",
+        "found = by_priority[priority] = _finite(targets.of(0))",
+        TEST_MISSES, "work in the background makes steps small",
+    ),
+    Mutant(
+        "a preempted request waits for its first token again", "sizes", MISSES,
+        "is_met = first is not None and first - arrival <= ttft", "is_met = False",
+        TEST_MISSES, "it counts as late, and steps are large for it",
     ),
 )  # fmt: skip

@@ -15,7 +15,6 @@ from shiftjax.sizing.misses import (
     MOST_DECODES,
     NEVER,
     SPREAD,
-    STAYING,
     Coming,
     Owed,
     Steps,
@@ -37,12 +36,11 @@ def behind(ahead, pace, busy, steps, answer):
 
 
 def late_later(drain, ttft, coming):
-    """Who comes while more waits than the target, whose place is spread as a logistic is."""
-    load = STAYING * coming.rate * coming.prompt * coming.token
+    """Who comes while more waits than the target, if more or less waits than is known now."""
+    load = coming.rate * coming.prompt * coming.token
     seconds = LONGEST if load >= 1 else min(LONGEST, 1 / (1 - load))
-    places = [(i + 0.5) / 4000 for i in range(4000)]
-    spread = [SPREAD * ttft * math.log(q / (1 - q)) for q in places]
-    return coming.rate * seconds * sum(max(0.0, drain - ttft + s) for s in spread) / 4000
+    more = [SPREAD * ttft * (2 * (i + 0.5) / 4000 - 1) for i in range(4000)]
+    return coming.rate * seconds * sum(max(0.0, drain + s - ttft) for s in more) / 4000
 
 
 def reference(owed, lengths, coming, steps):
