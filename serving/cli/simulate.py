@@ -40,6 +40,7 @@ from shiftjax.sim.planning import (
     recommend,
     stages_in_words,
 )
+from shiftjax.sim.refused import refused_in_words
 from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.serve_command import serve_command
@@ -271,6 +272,9 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     meanings = [in_words(point.replay) for point in points]
     shown = [_shown(row, words, more) for row, words in zip(rows, meanings, strict=True)]
     print(as_text(shown))
+    reasons = (refused_in_words(point.replay, target, requests) for point in points)
+    for words in dict.fromkeys(filter(None, reasons)):  # at several rates the same
+        print(words)
     if arguments.out:
         title = f"{arguments.trace}: {target.model.name} on {target.machine.name}"
         report = Report(title, arguments.out)

@@ -137,6 +137,7 @@ def test_what_strides_left_out_is_tried_in_the_end(least):
 def test_of_what_is_idle_no_more_is_tried():
     advice = scripted(10**9, 1.0)
     assert advice.best is None and advice.is_complete
+    assert max(trial.num_servers for trial in advice.trials.all) <= 32  # 2.9 s a request
 
 
 @pytest.mark.thorough
@@ -208,3 +209,17 @@ def test_dollars_are_of_all_devices(found):
     tokens = best.tokens_per_second * best.num_servers * 3600
     assert row["dollars_per_million"] == pytest.approx(row["dollars_per_hour"] / tokens * 1e6)
     assert f"${row['dollars_per_hour']:,.2f} an hour" in in_words(found, prices)
+
+
+@pytest.mark.thorough
+def test_the_example_of_the_documents_needs_24_devices_or_fewer():
+    """Before sizes of steps were chosen it took 40."""
+    whole = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
+    limits, each = Limits(0.5, 0.03), Workload(4096, 250)
+    load = even_load(each, limits)
+    trials = Trials(load, limits, MARGIN, 100)
+    field = all_servers([whole], load, limits, True, {})
+    best = least_devices(field, trials, 20.0, {}, {}).best
+    assert best is not None and best.num_devices <= 24 and len(best.measured) == SEEDS
+    assert all(m.ttft <= 0.5 and m.tpot <= 0.03 for m in best.measured)
+    assert best.inside >= 0.9
