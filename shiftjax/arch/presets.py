@@ -90,6 +90,16 @@ _GEMMA3 = {
     "bos_token_id": 2,
     "eos_token_ids": (1, 106),
 }
+_GEMMA4 = {
+    "architecture": "gemma4_text",
+    "vocab_size": 262_144,
+    "max_position_embeddings": 262_144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "logit_soft_cap": 30.0,
+    "bos_token_id": 2,
+    "eos_token_ids": (1, 106),
+}
 _PHI4 = {
     "architecture": "phi3",
     "vocab_size": 100_352,
@@ -150,10 +160,24 @@ def _gemma3_kinds(window: int, scaling: RopeScaling | None = None) -> dict[str, 
     return {"layer_kinds": (kinds[0],) * 5 + kinds[1:]}
 
 
+def _gemma4_kinds(window: int, far: tuple[int, int], *, near: int = 5, **more: Any) -> dict:
+    """So many layers with a window and then one without, whose heads are fewer and wider."""
+    scaling = RopeScaling("proportional", 1.0, part=0.25)
+    full = LayerKind(None, 1_000_000.0, scaling, heads=far, **more)
+    return {"layer_kinds": (LayerKind(window, 10_000.0),) * near + (full,)}
+
+
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
 
 _GEMMA3_1B = _gemma3_kinds(512) | {"vocab_size": 262_144, "max_position_embeddings": 32_768}
+_GEMMA4_31B = _gemma4_kinds(1024, (4, 512), keys_are_values=True)
+_GEMMA4_26B = _gemma4_kinds(1024, (2, 512), keys_are_values=True)
+_GEMMA4_26B |= {"experts": Experts(128, 8, 704, beside_mlp=True)}
+_SMALL_GEMMA4 = {"layer_input_width": 256, "max_position_embeddings": 131_072}
+_GEMMA4_E2B = _SMALL_GEMMA4 | _gemma4_kinds(512, (1, 512), near=4)
+_GEMMA4_E2B |= {"num_shared_kv_layers": 20, "has_wide_sharers": True}
+_GEMMA4_E4B = _SMALL_GEMMA4 | _gemma4_kinds(512, (2, 512)) | {"num_shared_kv_layers": 18}
 _GEMMA3_27B = _gemma3_kinds(1024, RopeScaling("linear", 8.0)) | {"query_scale": 168**-0.5}
 _GPT_OSS_YARN = RopeScaling(
     "yarn", 32.0, 1.0, 32.0, 4096, attention_factor=0.1 * math.log(32) + 1, truncate=False
@@ -247,6 +271,10 @@ _PRESETS = (
     ),
     preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),
+    preset("gemma-4-e2b", _GEMMA4, 1536, 6144, 35, 8, 1, 256, **_GEMMA4_E2B),
+    preset("gemma-4-e4b", _GEMMA4, 2560, 10_240, 42, 8, 2, 256, **_GEMMA4_E4B),
+    preset("gemma-4-31b", _GEMMA4, 5376, 21_504, 60, 32, 16, 256, **_GEMMA4_31B),
+    preset("gemma-4-26b-a4b", _GEMMA4, 2816, 2112, 30, 16, 8, 256, **_GEMMA4_26B),
     preset("phi-4", _PHI4, 5120, 17_920, 40, 40, 10, 128),
     preset("glm-4-9b", _GLM4, 4096, 13_696, 40, 32, 2, 128),
     preset("gpt-oss-20b", _GPT_OSS, 2880, 2880, 24, 64, 8, 64, **_GPT_OSS_20B),

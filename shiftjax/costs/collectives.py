@@ -58,8 +58,6 @@ def layer_collectives(
     brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
     brought = brought if has_kv else sums
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
-    if has_experts and layout.model.experts and layout.model.experts.beside_mlp:
-        moves += moves
     weights, tokens = strides(mode, layout.tp)
     moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
     moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
@@ -69,8 +67,18 @@ def layer_collectives(
     if has_experts:
         exchanges = room_of_exchange(layout, mode, num_tokens) > 0
         move_experts = exchange_of_experts if exchanges else gather_of_experts
-        moves += move_experts(layout, mode, num_tokens, activation_bytes)
+        own = move_experts(layout, mode, num_tokens, activation_bytes)
+        if layout.model.experts and layout.model.experts.beside_mlp:
+            own = _with_mlp(own, moves[0], exchanges)
+        moves += own
     return [move for move in moves if move.num_devices > 1]
+
+
+def _with_mlp(moves: list[Collective], of_mlp: Collective, exchanges: bool) -> list[Collective]:
+    """Add the all-reduce of an MLP beside experts: the compiler makes one of both, if it can."""
+    if exchanges:  # in a branch
+        return [*moves, of_mlp]
+    return [m._replace(num_bytes=2 * m.num_bytes) if m.kind == "all-reduce" else m for m in moves]
 
 
 def parts_collectives(
@@ -127,16 +135,18 @@ def entry_collectives(
     Where weights are gathered, all devices have rows of all tokens, and keep the sums of their own.
     """
     move = _reduce(layout, mode, num_tokens, activation_bytes, 1)
+    parts = [move]
+    if inputs := layout.model.num_layers * layout.model.layer_input_width:
+        parts.append(move._replace(num_bytes=move.num_bytes // layout.model.hidden_size * inputs))
+        # The compiler makes one of both sums, but not of both scatters.
+        move = move._replace(num_bytes=sum(part.num_bytes for part in parts))
     moves = [move]
-    if layout.model.layer_input_width:
-        width = layout.model.num_layers * layout.model.layer_input_width
-        moves.append(move._replace(num_bytes=move.num_bytes // layout.model.hidden_size * width))
     if not layout.model.is_first_stage:
         moves = [move._replace(kind="all-gather")]
     elif layout.gathers:
         _, tokens = strides(mode, layout.tp)
         scatter = {"kind": "reduce-scatter", "num_devices": mode.sp, "stride": tokens}
-        moves += [each._replace(**scatter) for each in moves]
+        moves += [part._replace(**scatter) for part in parts]
     return [move for move in moves if move.num_devices > 1]
 
 

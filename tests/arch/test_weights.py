@@ -33,6 +33,8 @@ def test_parameters_are_those_that_were_published(name, billions):
     ("name", "count"),
     [
         ("gemma-3-1b", 999_885_952),
+        ("gemma-4-31b", 30_697_345_340),  # 30.7 B, published so
+        ("gemma-4-26b-a4b", 25_233_141_790),  # 25.2 B
         ("gemma-3-27b", 27_009_346_304),  # of the 27,432,406,640 published, 423 M see images
         ("phi-4", 14_659_507_200),
         ("glm-4-9b", 9_400_279_040),

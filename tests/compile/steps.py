@@ -38,6 +38,7 @@ from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
@@ -206,10 +207,17 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     """Define the step of a case, with the attention that the engine chooses on these devices."""
     layout, pool = case.layout, case.pool
     mesh = make_mesh(devices, case.sp, case.tp)
+    dtypes = jnp.bfloat16, case.kv_dtype
     attention = (
         xla_attention(layout.model.head_dim, layout.model.windows, pool.block_size)
         if case.attention == "xla"
-        else choose_attention(layout, devices[0], (jnp.bfloat16, case.kv_dtype), pool.block_size)
+        else by_heads(
+            layout.model,
+            [
+                choose_attention(own, devices[0], dtypes, pool.block_size)
+                for own in layouts_by_heads(layout)
+            ],
+        )
     )
     assert attention.name == case.attention
     model = define(layout, case.formats)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives, counted, instructions, product_flops
 from lean import greedy_collectives
 from oracle import numpy_speculator
-from spent import thorough
+from spent import quick, thorough
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
@@ -32,6 +33,7 @@ from shiftjax.fleet.mover_device import compile_exchange
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
 
+PARITY = Path(__file__).parent.parent / "data" / "parity"
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
 HEADS = {  # query and KV heads on 8 devices
     "even": (8, 8),
@@ -124,6 +126,23 @@ def test_guesses_move_embeddings_and_best_tokens_alone(tmp_path, method, tie_lst
     check(4, 2, ODD, speculation="model", draft_model=str(where))
 
 
+@pytest.mark.costs(15)
+@pytest.mark.parametrize(
+    ("name", "sp", "tp", "options"),
+    quick(
+        [
+            (f"gemma4_{name}", *options)
+            for name in ("text", "inputs", "experts")
+            for options in ((4, 2, {}), (2, 2, {"weights": "gather"}))
+        ],
+        ("gemma4_inputs", 4, 2, {}),
+    ),
+)
+def test_layers_whose_heads_differ_bring_their_own(name, sp, tp, options):
+    """And those that read the cache of others bring queries alone; inputs are summed once."""
+    check_model(PARITY / name, sp, tp, **options)
+
+
 def text_of(compiled: Any) -> str:
     text = compiled.as_text()
     assert text is not None
@@ -132,7 +151,11 @@ def text_of(compiled: Any) -> str:
 
 def check(sp: int, tp: int, sizes: dict, **settings: Any) -> None:
     """Compare the compiled steps of every mode with what is predicted."""
-    directory, _, _ = checkpoint(**sizes)
+    check_model(checkpoint(**sizes)[0], sp, tp, **settings)
+
+
+def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> None:
+    """The same of a checkpoint."""
     options: dict[str, Any] = {"token_buckets": (24,), "max_num_batched_tokens": 24} | settings
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs

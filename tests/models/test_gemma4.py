@@ -4,14 +4,19 @@
 tokens must be continued by the others.
 """
 
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
+from echo_pools import Told
 from engines import RandomPolicy, make, run
 from spent import quick
 
-from shiftjax.core.request import SamplingParams
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.fleet.fleet_policy import Wish
+from shiftjax.fleet.regrouping import Fleet
+from shiftjax.parallel.arrangements import equal_groups
 
 DATA = Path(__file__).parent.parent / "data" / "parity"
 MODELS = sorted(path.name for path in DATA.glob("gemma4*"))
@@ -42,8 +47,11 @@ CASES = [
         (8, 1, FEW | SWAPS),
         (3, 2, FEW),
         (2, 2, {"kv_cache_dtype": "fp8"}),
+        (2, 2, {"weights": "gather"}),
+        (2, 2, {"speculation": "ngram"}),
     )
 ]
+CASES += [(name, 2, 1, {"pp": 2} | FEW | SWAPS) for name in ("gemma4_text", "gemma4_experts")]
 QUICK = [case for case in CASES if case[1:3] == (4, 2)]
 
 
@@ -65,3 +73,30 @@ def test_an_engine_says_what_transformers_says(name, sp, tp, options):
     assert stats.num_prefix_hit_tokens > 0
     if "num_blocks" in options:
         assert stats.num_preemptions[options.get("preemption", "recompute")] > 0
+
+
+@pytest.mark.thorough
+def test_running_sequences_move_between_groups_of_two_widths():
+    """There and back, by the exchange of both shapes."""
+    name = "gemma4_text"
+    options = {"fleet": True, "devices": 4, "fleet_widths": (1, 2), "fleet_policy": "context"}
+    built = make(DATA / name, None, 1, **options)
+    engine, policy = built.engine, Told()
+    fleet = engine.topology.find(Fleet)
+    fleet.policy = policy
+    prompts, answers = asked(name)
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        sampling = SamplingParams(max_tokens=len(answer), temperature=0, ignore_eos=True)
+        engine.add_request(Request(str(number), prompt, sampling))
+    said = [[] for _ in prompts]
+    for turn in itertools.count(1):
+        if turn % 4 == 1:
+            width = 1 if turn % 8 == 1 else 2
+            policy.wishes = [Wish(equal_groups(4, width), "told", "move")]
+        for event in engine.step(float(turn)):
+            said[int(event.request_id)] += event.token_ids
+        engine.check()
+        if not engine.has_work():
+            break
+    assert said == answers
+    assert fleet.stats.num_moved_sequences > 3
