@@ -168,7 +168,9 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
 
 def _costs(name: str, machine: Machine, devices: int = 1) -> CostModel:
     """The model of costs of a preset in bfloat16 at TP = `devices`, from which `plan` predicts."""
-    return CostModel(Layout(PRESETS[name], 1, devices), machine, load_engine("shiftjax"), Formats())
+    return CostModel(
+        Layout(PRESETS[name], 1, devices), machine, load_engine("shiftjax").offline, Formats()
+    )
 
 
 def _seconds(costs: CostModel, work: Work) -> float:
@@ -241,7 +243,7 @@ def _large_engines(machine: Machine) -> list[dict[str, Any]]:
         if model is None:
             continue
         formats = formats_with(options)
-        costs = CostModel(Layout(model, 1, 1), machine, load_engine("shiftjax"), formats)
+        costs = CostModel(Layout(model, 1, 1), machine, load_engine("shiftjax").offline, formats)
         works = {f"decode of {n}": Work.decode(n, context) for n in batches}
         works |= {f"prefill of {n:,}": Work.prefill(n) for n in prompts}
         for name, work in works.items():

@@ -5,6 +5,7 @@ product, whose float32 sums are added.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +98,8 @@ def _calls(shape: ProductShape) -> Calls:
 def predicted_seconds(shape: ProductShape, machine: Machine) -> float:
     """By the machine's constants, whose products of codes quantise their inputs, too."""
     weights = PLAIN if shape.dtype == PLAIN else "fp8"
-    costs = KernelCosts(machine, Formats(weights, "bfloat16", "bfloat16"))
+    alone = replace(machine, sustained_efficiency=1.0)  # kernels by themselves
+    costs = KernelCosts(alone, Formats(weights, "bfloat16", "bfloat16"))
     product = costs.product(shape.tokens, shape.width // shape.blocks, shape.width)
     sums = 2 * shape.blocks * shape.tokens * shape.width * SUM_BYTES if shape.blocks > 1 else 0
     return shape.blocks * product + costs.moved(sums)

@@ -62,11 +62,11 @@ def tensorrt_llm() -> Iterator[Figure]:
 def output_rates(
     model: str, machine: str, tp: int, published: Sequence[float], skew: float = 1.0
 ) -> Iterator[Figure]:
-    """One of TensorRT-LLM's rows; its norms and activations quantise in passing."""
-    one = target(model, machine, "shiftjax")
-    own = {"pads_to_buckets": False, "quantising_kernels": (), "expert_skew": skew}
-    one = replace(one, engine=replace(one.engine, **own))
-    deployment = deploy(one, f"tp={tp},policy=base", max_num_seqs=2048, memory_fraction=0.95)
+    """One of TensorRT-LLM's rows, offline."""
+    one = target(model, machine, "tensorrt_llm")
+    one = replace(one, engine=replace(one.engine.offline, expert_skew=skew))
+    degrees = f"dp=1,sp=1,tp={tp},policy=base"
+    deployment = deploy(one, degrees, max_num_seqs=2048, memory_fraction=0.95)
     for (prompt, output, count), value in zip(LENGTHS, published, strict=True):
         run = replay([TraceRequest(0.0, prompt, output)] * count, one, deployment)
         what = f"{model}, {machine.removesuffix('x8')}, TP {tp}: {prompt} in, {output} out"

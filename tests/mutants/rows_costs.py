@@ -8,9 +8,17 @@ MEMORY = "shiftjax/costs/memory.py"
 STAGES = "shiftjax/costs/group_costs.py"
 MOVES = "shiftjax/fleet/move_costs.py"
 
+FRONT = "shiftjax/sim/front_end.py"
+MACHINE = "shiftjax/costs/machine.py"
+KERNELS = "shiftjax/costs/kernel_costs.py"
+MEASURED = "shiftjax/sim/measured_kernels.py"
+BANDS = "shiftjax/sim/error_bands.py"
+PUBLISHED = "shiftjax/sim/published.py"
+
 TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_STAGES = "tests/costs/test_group_costs.py"
 TEST_MOVES = "tests/fleet/test_move_costs.py"
+TEST_FRONT = "tests/sim/test_front_end.py"
 TEST_LEVELS = "tests/costs/test_levels.py"
 
 ROWS: tuple[Mutant, ...] = (
@@ -111,5 +119,47 @@ ROWS: tuple[Mutant, ...] = (
         "return self.tokens >= tokens and self.rows >= rows and self.seqs >= seqs",
         "return self.tokens >= tokens and self.seqs >= seqs",
         ("tests/costs/test_buckets.py",), "a step has rows that no program samples",
+    ),
+    Mutant(
+        "the front end reads all requests at once", "costs", FRONT,
+        "self._free_at = self.next_seconds", "self._free_at = 0.0",
+        (TEST_FRONT,),
+        "the last of a burst is seen at once",
+    ),
+    Mutant(
+        "no stream is free", "costs", MACHINE,
+        "max(0, num_sequences - self.free_streams)", "num_sequences",
+        (TEST_FRONT,),
+        "few streams look slow",
+    ),
+    Mutant(
+        "a batch has a front end", "costs", MACHINE,
+        "replace(self, request_seconds=0.0, stream_seconds=0.0)", "self",
+        (TEST_FRONT,),
+        "what is offline looks served",
+    ),
+    Mutant(
+        "hot chips compute as cool ones", "costs", KERNELS,
+        "matmul_efficiency * machine.sustained_efficiency", "matmul_efficiency",
+        (TEST_FRONT,),
+        "long prompts look quicker than any engine computes them",
+    ),
+    Mutant(
+        "single kernels are measured hot", "costs", MEASURED,
+        "machine = replace(machine, sustained_efficiency=1.0)", "machine = replace(machine)",
+        ("tests/sim/test_measured_kernels.py",),
+        "a fit to kernels takes the loss of whole models twice",
+    ),
+    Mutant(
+        "the widest band is taken", "costs", BANDS,
+        "for x in LIMITS if", "for x in LIMITS[::-1] if",
+        ("tests/sim/test_published.py",),
+        "every prediction looks worthless",
+    ),
+    Mutant(
+        "a closed loop counts those of its start", "costs", PUBLISHED,
+        "return later or run.requests", "return run.requests",
+        ("tests/sim/test_published.py",),
+        "first tokens wait for all users' prompts",
     ),
 )  # fmt: skip

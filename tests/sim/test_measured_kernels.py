@@ -58,6 +58,13 @@ def measured(tmp_path: Path, suffix: str = ".jsonl") -> Path:
     return path
 
 
+def test_a_kernel_alone_does_not_heat_the_chip(tmp_path):
+    hot = replace(H200, sustained_efficiency=0.5)
+    rows = read_kernels(measured(tmp_path))
+    for row in rows:
+        assert predicted_seconds(hot, row) == predicted_seconds(H200, row), row
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
 def test_the_constants_of_measured_kernels_are_found(tmp_path, suffix):
     rows = read_kernels(measured(tmp_path, suffix))

@@ -8,9 +8,18 @@ import pytest
 from shiftjax.options import ConfigError
 from shiftjax.sim import error_bands
 from shiftjax.sim.error_bands import METRICS, band
-from shiftjax.sim.published import COLUMNS, read_figures, replay_of, requests_of, runs_of
+from shiftjax.sim.published import (
+    COLUMNS,
+    error_rows,
+    read_figures,
+    replay_of,
+    requests_of,
+    runs_of,
+)
+from shiftjax.sim.published import METRICS as FIGURES
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "published"
+BANDS = [0.5, 0.7]  # shares of the checked figures within 15% and within 25%
 FIT, CHECK = (read_figures(TABLES / f"{name}.csv") for name in ("fit", "check"))
 
 
@@ -85,3 +94,49 @@ def test_users_of_a_closed_loop_find_a_long_run():
     later = [each for each in found.requests if each.arrival > 0]
     assert len(later) == 20
     assert len({each.arrival for each in later}) > 10  # one by one, not all together
+    ttft = [1e3 * each.ttft for each in later]
+    assert FIGURES["ttft_mean_ms"](found) == pytest.approx(sum(ttft) / 20)
+
+
+def shares(rows):
+    """Of figures within 15% and within 25%."""
+    off = [abs(row["error"]) for row in rows]
+    return [sum(error <= limit for error in off) / len(off) for limit in (0.15, 0.25)]
+
+
+def recorded_errors():
+    with error_bands.FILE.open(newline="") as file:
+        return {row["what"]: float(row["error"]) for row in csv.DictReader(file)}
+
+
+def some(figures, *words):
+    return [figure for figure in figures if any(word in figure.run.label for word in words)]
+
+
+@pytest.mark.costs(20)
+def test_figures_that_nothing_was_fitted_to_are_as_near_as_is_said():
+    """A part of the table that takes seconds; the bands have them all."""
+    rows = list(error_rows(some(CHECK, "rate:8 ", "rate:16 ")))
+    assert len(rows) == 4 and shares(rows) == [1.0, 1.0]
+    recorded = recorded_errors()
+    assert all(row["error"] == pytest.approx(recorded[row["what"]], abs=0.02) for row in rows)
+
+
+@pytest.mark.costs(20)
+def test_figures_that_constants_were_fitted_to_are_near():
+    rows = list(error_rows(some(FIT, "offline (8)", "offline (32)", "tp=2, users:5 ", "rate:16 ")))
+    assert len(rows) == 18
+    within = shares(rows)
+    assert within[0] >= 0.6 and within[1] >= 0.85
+
+
+@pytest.mark.thorough
+def test_all_figures_are_as_near_as_is_said():
+    """But for runs of millions of steps of a sequence."""
+    short = [f for f in CHECK if f.run.requests * f.run.output < 1_200_000]
+    recorded = recorded_errors()
+    for row in error_rows(short):
+        assert row["error"] == pytest.approx(recorded[row["what"]], abs=0.02), row
+    everything = [{"error": error} for error in recorded.values()]
+    within = shares(everything)
+    assert within[0] >= BANDS[0] and within[1] >= BANDS[1]

@@ -1,0 +1,92 @@
+"""The front end of a server: what it does to requests, and to the steps of those that stream."""
+
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
+import pytest
+
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.sim.arrivals import InOrder
+from shiftjax.sim.closed_loop import closed_loop
+from shiftjax.sim.experiments import target_from
+from shiftjax.sim.front_end import FrontEnd
+from shiftjax.sim.modelled import cost_model
+from shiftjax.sim.named import deploy
+from shiftjax.sim.replay import replay
+from shiftjax.sim.trace import TraceRequest
+
+TARGET = target_from({"model": "llama-8b", "machine": "h100x8", "engine": "vllm"})
+OFFLINE = replace(TARGET, engine=TARGET.engine.offline)
+STREAMS = replace(TARGET, engine=replace(TARGET.engine, request_seconds=0.0))
+ALONE = deploy(TARGET, "dp=1,sp=1,tp=1,policy=base", max_num_seqs=512)
+
+
+def sent_at(*moments: float) -> InOrder:
+    sampling = SamplingParams(max_tokens=1)
+    return InOrder(Request(str(n), (1, 2), sampling, at) for n, at in enumerate(moments))
+
+
+def test_requests_are_read_one_after_the_other():
+    front = FrontEnd(sent_at(1.0, 1.0, 1.5, 9.0), 0.4)
+    seen = []
+    while front.next_seconds < inf:
+        seen.append((front.next_seconds, front.take().arrival_seconds))
+    expected = [(1.4, 1.0), (1.8, 1.0), (2.2, 1.5), (9.4, 9.0)]
+    assert [pytest.approx(pair) for pair in expected] == seen
+
+
+def test_a_request_counts_from_when_it_was_sent():
+    trace = [TraceRequest(3.0, 100, 4)]
+    (alone,), (served,) = (replay(trace, each, ALONE).requests for each in (OFFLINE, TARGET))
+    assert served.arrival == alone.arrival == 3.0
+    assert served.ttft - alone.ttft == pytest.approx(TARGET.engine.request_seconds)
+    assert served.tpot == pytest.approx(alone.tpot)
+
+
+def test_the_last_of_a_burst_waits_for_all_others_to_be_read():
+    burst = replay([TraceRequest(0.0, 16, 1)] * 200, TARGET, ALONE).requests
+    assert max(each.ttft for each in burst) > 200 * TARGET.engine.request_seconds
+
+
+def test_a_user_asks_again_when_the_answer_is_there():
+    requests = replay(closed_loop([TraceRequest(0.0, 50, 3)] * 3, 1), TARGET, ALONE).requests
+    for earlier, later in pairwise(requests):
+        assert later.arrival == pytest.approx(earlier.arrival + earlier.completion)
+
+
+def test_streams_beyond_the_free_ones_cost_each_step():
+    engine = TARGET.engine
+    free = engine.free_streams
+    more = engine.host(free + 100, 1) - engine.offline.host(free + 100, 1)
+    assert more == pytest.approx(100 * engine.stream_seconds)
+    assert engine.host(free, 1) == engine.offline.host(free, 1)
+
+
+def test_many_streams_are_slower_than_a_batch_of_as_many():
+    """Where nothing overlaps, a step takes so much longer."""
+    trace = [TraceRequest(0.0, 10, 40)] * 256
+    served, batch = (replay(trace, each, ALONE).steps for each in (STREAMS, OFFLINE))
+    gaps = [steps[-1].done - steps[-2].done for steps in (served, batch)]
+    expected = (256 - TARGET.engine.free_streams) * TARGET.engine.stream_seconds
+    assert gaps[0] - gaps[1] == pytest.approx(expected, rel=0.01)
+
+
+def test_an_engine_that_overlaps_hides_its_streams_behind_the_devices():
+    ours = target_from({"model": "llama-8b", "machine": "h100x8", "engine": "shiftjax"})
+    trace = [TraceRequest(0.0, 10, 40)] * 64
+    deployment = deploy(ours, "dp=1,sp=1,tp=1,policy=base")
+    alone = replace(ours, engine=ours.engine.offline)
+    streams = replace(ours, engine=replace(ours.engine, request_seconds=0.0))
+    served, batch = (replay(trace, each, deployment).steps for each in (streams, alone))
+    assert ours.engine.stream_seconds > 0
+    assert served[-1].done - served[-2].done == pytest.approx(batch[-1].done - batch[-2].done)
+
+
+def test_a_hot_chip_computes_slower_and_reads_as_fast():
+    cool = replace(TARGET, machine=replace(TARGET.machine, sustained_efficiency=1.0))
+    hot, cold = (cost_model(each, ALONE) for each in (TARGET, cool))
+    mode = hot.layout.base
+    ratio = hot.products_seconds(mode, 8192) / cold.products_seconds(mode, 8192)
+    assert ratio == pytest.approx(1 / TARGET.machine.sustained_efficiency, rel=0.02)
+    assert hot.products_seconds(mode, 8) == pytest.approx(cold.products_seconds(mode, 8), rel=0.01)
