@@ -146,14 +146,14 @@ class ParallelOptions:
 
     sp: int | None = option(
         None,
-        "Ulysses sequence parallel size; default: what tp leaves",
+        "Ulysses sequence parallel size; default: what tp leaves, with experts by costs",
         flags=("--sequence-parallel-size", "--sp"),
         low=1,
         high=1024,
     )
     tp: int | None = option(
         None,
-        "tensor parallel size; default: the least that fits the memory",
+        "tensor parallel size; default: the least that fits the memory, with experts by costs",
         flags=("--tensor-parallel-size", "--tp"),
         low=1,
         high=1024,
