@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from shiftjax.sim.advice import Advice
 from shiftjax.sim.report import new_axes
+from shiftjax.sim.servers import Server
 from shiftjax.sim.trials import Trial, measure_at
 
 if TYPE_CHECKING:
@@ -15,20 +16,24 @@ FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the planned rate
 
 
 def curve_rows(advice: Advice) -> list[dict[str, Any]]:
-    """A row for every rate of the best, and of the next best cut on as many devices."""
+    """A row for every rate of the best, and of another cut of as many devices."""
     best = advice.best
     if best is None:
         return []
-    trials, rows = advice.trials, []
-    for trial in filter(None, (best, _other(advice, best))):
+    trials, rows, rate = advice.trials, [], best.rate * best.num_servers
+    drawn = [(best.server, best.num_servers, best.changed)]
+    other = _other(advice, best, rate)
+    if other is not None:
+        drawn.append((other, best.num_devices // other.num_devices, ""))
+    for server, num, changed in drawn:
+        deployment, more = server.deployment, f"\n{changed}" if changed else ""
+        name = f"{num} x {deployment.name}, KV {deployment.formats.kv}{more}"
         for factor in FACTORS:
-            rate = factor * best.rate * best.num_servers
-            measured = measure_at(trials, trial.server, trial.num_servers, rate)
+            measured = measure_at(trials, server, num, factor * rate)
             rows.append(
                 {
-                    "name": f"{trial.num_servers} x {trial.deployment.name}, "
-                    f"KV {trial.deployment.formats.kv}",
-                    "rate": rate,
+                    "name": name,
+                    "rate": factor * rate,
                     "inside": measured.inside,
                     "ttft_seconds": measured.ttft,
                     "tpot_seconds": measured.tpot,
@@ -37,15 +42,23 @@ def curve_rows(advice: Advice) -> list[dict[str, Any]]:
     return rows
 
 
-def _other(advice: Advice, best: Trial) -> Trial | None:
-    """The trial of another cut on as many devices that comes nearest to the best one."""
-    limits = advice.trials.limits
+def _other(advice: Advice, best: Trial, rate: float) -> Server | None:
+    """The server of another cut that is nearest to the limits in closed form."""
+    own = best.server
     others = [
         each
-        for each in advice.trials.all
-        if each.num_devices == best.num_devices and each.deployment.name != best.deployment.name
+        for each in advice.field.servers
+        if best.num_devices % each.num_devices == 0
+        and each.target.machine.name == own.target.machine.name
+        and each.deployment.name != own.deployment.name
+        and each.rank == own.rank
     ]
-    return min(others, key=lambda each: limits.ratio(each.ttft, each.tpot), default=None)
+
+    def ratio(server: Server) -> float:
+        num = best.num_devices // server.num_devices
+        return server.ratio(rate / num, advice.trials.limits)
+
+    return min(others, key=ratio, default=None)
 
 
 def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
@@ -84,6 +97,7 @@ def pareto(trials: Sequence[Trial]) -> "Figure":
     for number, ((_, name), at) in enumerate(places):
         offset = (0, 6) if number % 2 else (0, -12)  # neighbours above and below
         axes.annotate(name, at, offset, textcoords="offset points", fontsize=7, ha="center")
+    axes.margins(x=0.15, y=0.15)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     _finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device")

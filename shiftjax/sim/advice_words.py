@@ -58,7 +58,8 @@ def _answer(advice: Advice, best: Trial, prices: Mapping[str, float]) -> list[st
 def shape(trial: Trial) -> str:
     """What one server is, for people: its cut, its KV cache, and what was changed."""
     deployment = trial.deployment
-    return f"{_cut(deployment)}, KV cache {deployment.formats.kv}"
+    changed = f", {trial.changed}" if trial.changed else ""
+    return f"{_cut(deployment)}, KV cache {deployment.formats.kv}{changed}"
 
 
 def _cut(deployment: Deployment) -> str:
@@ -77,27 +78,39 @@ def _nothing(advice: Advice) -> list[str]:
 
 def _why(advice: Advice, prices: Mapping[str, float]) -> str:
     """What came next, and what was not tried."""
-    trials, best, field = advice.trials, advice.best, advice.field
+    trials, field = advice.trials, advice.field
     if not trials.all:
         if not advice.reasons:
             return "Why: no cut of these machines has so many devices."
         where, reason = next(iter(advice.reasons.items()))
         return f"Why: the first of {len(advice.reasons)} reasons: {where} {reason}."
-    others = [each for each in trials.all if not each.meets]
-    if best is not None and advice.question.rate is not None:
-        others = [each for each in others if each.cost(prices) < best.cost(prices)]
     num = len(field.servers) + len(field.reasons)
+    order = "the cheapest" if advice.question.rate is not None else "what may carry most"
     words = (
         f"Why: of {num} cuts {len(field.reasons)} miss the limits with a request alone, and "
         f"{advice.left_out} cannot be better by closed form; {trials.num_replays} replays tried "
-        "the others, the cheapest first."
+        f"the others, {order} first."
     )
-    if not others:
-        return words
+    return f"{words}{_next(advice, prices)}"
+
+
+def _next(advice: Advice, prices: Mapping[str, float]) -> str:
+    """What came next to the best, or to the limits; a sentence, or nothing."""
+    trials, best = advice.trials, advice.best
+    if best is not None and advice.question.rate is None:
+        own = best.deployment.name
+        others = [each for each in trials.all if each.meets and each.deployment.name != own]
+        most = max(others, key=lambda each: each.rate * each.num_servers, default=None)
+        return f" Next comes {_figures(most)}." if most else ""
+    others = [
+        each
+        for each in trials.all
+        if not each.meets and (best is None or each.cost(prices) < best.cost(prices))
+    ]
     limits = trials.limits
-    near = min(others, key=lambda each: limits.ratio(each.ttft, each.tpot))
-    head = "Closest with less" if best is not None and advice.question.rate else "Closest"
-    return f"{words} {head}: {_figures(near)}{_refused(near)}."
+    near = min(others, key=lambda each: limits.ratio(each.ttft, each.tpot), default=None)
+    head = "Closest with less" if best is not None else "Closest"
+    return f" {head}: {_figures(near)}{_refused(near)}." if near else ""
 
 
 def _figures(trial: Trial) -> str:

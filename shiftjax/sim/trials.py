@@ -97,6 +97,7 @@ class Trial(NamedTuple):
             "tokens_per_second_per_gpu": self.tokens_per_second / self.server.num_devices,
             "seeds": len(self.measured),
             "meets": self.meets,
+            "changed": self.changed,
         }
         if prices:
             per_hour = self.cost(prices)
