@@ -40,7 +40,8 @@ def _answer(advice: Advice, best: Trial, prices: Mapping[str, float]) -> list[st
     what = f"{num} devices of {machine}: {servers} of {best.server.num_devices}, {shape(best)}"
     if advice.question.rate is None:
         total = best.rate * best.num_servers
-        lines = [f"{what}, carry {total:.3g} requests/s, of which {_wanted(advice)}."]
+        sure = f"(throughput {band('throughput')})"
+        lines = [f"{what}, carry {total:.3g} requests/s {sure}.", f"Of these {_wanted(advice)}."]
     else:
         lines = [
             f"Take {what}.",

@@ -12,9 +12,9 @@ take. Decodes have the rest, and T is the mean time of their tokens:
     mean time to the first token = alone + B / (1 - B) * half of what a prompt takes (one queue)
 
 Below saturation the 90th percentile of replays is within a factor of 1.4 of this T, and above that
-time to the first token (`tests/sim/test_servers.py`). So a rate is out of reach where T is 1.4 times
-its limit, or the time to the first token is above its limit, or it is 10% more than a full server
-does (`estimate`).
+time to the first token (`tests/sim/test_servers.py`). So a rate is out of reach where T is 1.4
+times its limit, or the time to the first token is above its limit, or it is 10% more than a full
+server does (`estimate`).
 """
 
 import math

@@ -58,10 +58,11 @@ def test_three_devices_are_servers_of_one():
 
 
 def test_the_answer_is_the_rate(of_four):
-    first, _, command, *_ = in_words(of_four, {}).splitlines()
+    first, limits, why, command, *_ = in_words(of_four, {}).splitlines()
     assert first.startswith("4 devices of l4x8: ")
-    assert f"carry {total(of_four):.3g} requests/s, of which 90% get" in first
-    assert command.startswith("Start")
+    assert f"carry {total(of_four):.3g} requests/s (throughput +-" in first
+    assert limits.startswith("Of these 90% get 1 s to the first token and 60 ms a token")
+    assert why.startswith("Why: of ") and command.startswith("Start")
 
 
 def test_nothing_is_an_answer_with_a_reason():

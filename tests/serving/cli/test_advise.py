@@ -35,8 +35,8 @@ def test_plan_finds_the_most_load_for_gpus(capsys, tmp_path):
     argv = ["plan", "--model", "llama-8b", "--machine", "l4x8", "--input", "500", "--output", "30"]
     assert main([*argv, *LIMITS, "--gpus", "8", "--max-num-seqs", "32"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("8 devices of l4x8: ") and " requests/s, of which 90% get 1 s" in out
-    assert ": shiftjax serve llama-8b --sp " in out.splitlines()[2]
+    assert out.startswith("8 devices of l4x8: ") and "Of these 90% get 1 s to" in out
+    assert ": shiftjax serve llama-8b --sp " in out.splitlines()[3]
 
 
 def write_trace(path: Path, count: int) -> None:
