@@ -70,5 +70,6 @@ def test_each_part_of_the_compound_makes_it_better():
         for name in ("DP", "TP", "Shift", "Shift, SwiftKV", "Arctic")
     ]
     assert completion[0] > 2 * completion[1] > 2 * completion[4]
-    assert rows["Shift, SwiftKV: throughput"] > 1.3 * rows["Shift: throughput"]
+    # SwiftKV spares devices, and not the front end.
+    assert rows["Shift, SwiftKV: throughput"] > 1.2 * rows["Shift: throughput"]
     assert rows["Shift: throughput"] > 1.3 * rows["TP: throughput"]
