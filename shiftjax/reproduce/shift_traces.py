@@ -25,8 +25,8 @@ OWN_BURSTS = (
     "and 10/s for 30 s of every 120 s, four times."
 )
 PEAKS = (
-    "It counts tokens that a cache had (an agent's prompts begin alike); ours are computed. Here "
-    "DP's peak is 1.6 times that of figure 12."
+    "Published peaks count tokens that a cache had, as an agent's prompts begin alike: DP's is 1.6 "
+    "times that of figure 12c. Ours are computed."
 )
 
 
@@ -107,13 +107,12 @@ def _replayed(
 CUT = "Not run to its end with --quick."
 WHY = {
     ("mooncake", "tp"): (
-        "Ours keeps up and preempts nothing. It is 1.7 times too quick for this checkpoint (TTFT "
-        "of figure 12c): with products at 0.38 and attention at half of their rates TP takes 25 "
-        "minutes, and Shift 22. What else delays TP is not explained."
+        "Ours is too quick for this checkpoint (TTFT of figure 12c): its TP keeps up, and preempts "
+        "nothing. Slowed to that TTFT it takes longer, but not an hour: the rest is not explained."
     ),
     ("mooncake", "dp"): (
-        "DP falls behind here, too, as its replicas step together; at half of the rates of "
-        "products and attention it takes 119 minutes."
+        "DP falls behind here, too, as its replicas step together, and by as much less as it is too "
+        "quick for this checkpoint (TTFT of figure 12c)."
     ),
 }
 
