@@ -47,7 +47,7 @@ BEST = (
     "Published over the best of vLLM, SGLang and TensorRT-LLM, ours over vLLM as simulated; the "
     "plot has 2.3, 2.2 (figure 4) and 4.3, 1.6, 1.17, 2.0 (figure 1) over vLLM."
 )
-FRONT = "A part that is missing in ours is outside the engine: about 30 ms of every first token."
+FRONT = "Ours has less outside the engine: tokeniser of a long prompt, front end, client."
 MIX = (
     "Neither rates nor lengths are published. Ours: Poisson at 0.5/s, 2,000 in and 250 out on "
     "average, log-normal; their spread (cv 0.7) was chosen by TP's p95, so that is no check."
