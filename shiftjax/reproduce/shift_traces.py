@@ -111,8 +111,8 @@ WHY = {
         "nothing. Slowed to that TTFT it takes longer, but not an hour: the rest is not explained."
     ),
     ("mooncake", "dp"): (
-        "DP falls behind here, too, as its replicas step together, and by as much less as it is too "
-        "quick for this checkpoint (TTFT of figure 12c)."
+        "DP falls behind here, too, as its replicas step together; less so, as it is too quick for "
+        "this checkpoint (TTFT of figure 12c)."
     ),
 }
 
