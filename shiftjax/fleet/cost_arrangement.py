@@ -1,26 +1,20 @@
 """Groups by predicted seconds: the cost policy of a fleet. No JAX."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request
-from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.costs.work import Work
 from shiftjax.fleet.fleet_policy import FleetView, NeedPolicy, Wish, bind_for_need, fits
 from shiftjax.fleet.move_costs import MoveCosts
+from shiftjax.fleet.step_prices import Coming, StepPrices
 from shiftjax.parallel.arrangements import Arrangement, equal_groups
-from shiftjax.parallel.grid import Group, Mode
+from shiftjax.parallel.grid import Group
 
 FIRST_OUTPUT = 128.0  # tokens that sequences are thought to have made halfway, before any has ended
 MEMORY_ENDED = 64  # sequences whose end makes this what was seen
 MEMORY_SECONDS = 5.0  # for which what has come tells of what will come
 LEAST_SPAN_SECONDS = 1.0  # that a rate is taken over
-ROUNDS = 12  # of the iteration for the seconds of a token, at most
-CLOSE = 0.01  # changes of less than this part end it
-ROUNDED_TOKENS = 64  # of prompts, for which predictions are kept
 COMPARE_SECONDS = 0.05  # between comparisons: one takes about half a millisecond of the host
 MARGIN = 0.05  # of the predicted seconds, which a change must save at least
 HOLD_SWITCHES = 20  # times the seconds of a switch: for as long the groups concerned stay
@@ -65,26 +59,24 @@ class Load:
 class CostArrangement:
     """The arrangement of least predicted seconds until all that is there is done.
 
-    Of a group with n sequences running, a waiting and P tokens of prompts to compute,
+    Of a group with n sequences running, a waiting and prompts to compute for D seconds,
 
-        J = (n + a) P / X + (n + 2 a) h t + (2 f + e) e h t / m
+        J = (n + a) D + (n + 2 a) h t + (2 f + e) e h t / m
 
-    is what they wait, all together: for the prompts, computed at rate X; for their tokens, every t
-    seconds (`token_seconds`); and for others to end, if they are e more than the m that the group
-    takes at once, as do the f that will have come by then. h is how many tokens what runs has made
-    on average: in a steady state as many are to come, and twice as many of what waits. Waiting
-    work is spread over the units evenly; running work stays where it is. Of the binary tree of
-    aligned groups the cheapest partition is taken, if it saves more than the moves that it takes
-    and `margin`. A unit then stays in its group for `hold_switches` times what the change took, at
-    least `LEAST_HOLD_SECONDS`, and longer each time that changes follow each other.
+    is what they wait, all together: for the prompts; for their tokens, every t seconds; and for
+    others to end, if they are e more than the m that the group takes at once, as do the f that will
+    have come by then. D and t are those of the sizes of steps that the group would choose
+    (`StepPrices`). h is how many tokens what runs has made on average: in a steady state as many
+    are to come, and twice as many of what waits. Waiting work is spread over the units evenly;
+    running work stays where it is. Of the binary tree of aligned groups the cheapest partition is
+    taken, if it saves more than the moves that it takes and `margin`. A unit then stays in its
+    group for `hold_switches` times what the change took, at least `LEAST_HOLD_SECONDS`, and longer
+    each time that changes follow each other.
     """
 
     widths: tuple[int, ...]
-    costs: Mapping[int, GroupCosts]  # by width
-    modes: Mapping[int, Sequence[Mode]]
-    mode_policies: Mapping[int, Policy]  # by width
+    steps: StepPrices
     moves: MoveCosts
-    max_num_batched_tokens: int
     needs: NeedPolicy
     margin: float = MARGIN
     hold_switches: float = HOLD_SWITCHES
@@ -93,8 +85,6 @@ class CostArrangement:
     _changed_at: float = float("-inf")
     _compared_at: float = float("-inf")
     _hold: float = 0.0  # seconds
-    _rates: dict[int, float] = field(default_factory=dict)  # of prompts, by width
-    _prompts: dict[tuple[int, int], float] = field(default_factory=dict)  # seconds by width, tokens
     _load: Load = field(default_factory=Load)
 
     def rule(self) -> str:
@@ -135,60 +125,6 @@ class CostArrangement:
         wider = max(g.width for g in best) > max(g.width for g in view.arrangement)
         return Wish(best, "quicker" if wider else "throughput")
 
-    def prefill_rate(self, width: int) -> float:
-        """Tokens per second of prompts in full steps."""
-        if width not in self._rates:
-            tokens = self.max_num_batched_tokens
-            self._rates[width] = tokens / self._seconds(width, Work.prefill(tokens))
-        return self._rates[width]
-
-    def decode_seconds(self, width: int, num_sequences: int, context: int) -> float:
-        """Seconds of a step that decodes so many sequences."""
-        return self._seconds(width, Work.decode(max(1, num_sequences), max(1, context)))
-
-    def token_seconds(
-        self, width: int, num: float, context: float, load: Load, part: float, slots: float
-    ) -> float:
-        """Seconds between two tokens of `num` sequences in a group, while prompts keep coming.
-
-        Its part of them comes at random, and no faster than `slots` per step are left by others:
-        in a step of d seconds c = d * rate, so that a share 1 - exp(-c) of steps computes prompts,
-        too. Such a step takes longer, and so more come in it: that is iterated.
-        """
-        step = seconds = self.decode_seconds(width, round(num), round(context))
-        in_step = self.costs[width].engine.replicas_in_step  # everybody waits for anyone's prompts
-        for _ in range(ROUNDS):
-            come = min(load.rate * part * seconds, slots)
-            if come <= 0:
-                break
-            tokens = num + load.mean_prompt * come / -math.expm1(-come)
-            longer = max(step, self._prompt_seconds(width, tokens))
-            share = -math.expm1(-come / part if in_step else -come)
-            before, seconds = seconds, share * longer + (1 - share) * step
-            if abs(seconds - before) < CLOSE * before:
-                break
-        return seconds
-
-    def _prompt_seconds(self, width: int, num_tokens: float) -> float:
-        """Seconds of a step of prompts, of at most as many tokens as steps may have."""
-        size = min(
-            self.max_num_batched_tokens, -(-int(num_tokens) // ROUNDED_TOKENS) * ROUNDED_TOKENS
-        )
-        key = width, size
-        if key not in self._prompts:
-            self._prompts[key] = self._seconds(width, Work.prefill(size))
-        return self._prompts[key]
-
-    def _seconds(self, width: int, work: Work) -> float:
-        """Of a step of one of several equal groups, whose steps one host prepares in turn."""
-        costs = self.costs[width]
-        mode = self.mode_policies[width].mode_of(work, self.modes[width], 0, None)
-        if costs.engine.replicas_in_step:
-            return costs.seconds(mode, work)
-        host = costs.host_seconds(work) * (max(self.widths) // width)
-        device = costs.device_seconds(mode, work)
-        return max(device, host) if costs.engine.overlaps else device + host
-
     def _switch_seconds(self, view: FleetView, new: Arrangement) -> float:
         """Seconds in which the changed groups do not step: moves, and the overlap that is lost."""
         seconds = 0.0
@@ -198,7 +134,7 @@ class CostArrangement:
                 ways = max(max(o.width, old.width) // min(o.width, old.width) for o in others)
                 width = max(o.width for o in (*others, old))
                 of_unit = group.num_context_tokens // old.width
-                engine = self.costs[width].engine
+                engine = self.steps.costs[width].engine
                 host = engine.host(group.num_running, 2)
                 seconds = max(seconds, self.moves.seconds(of_unit, ways) + host)
         return seconds
@@ -268,11 +204,11 @@ class _Nodes:
         most = min(held.max_num_seqs for held in self.view.groups.values())
         beyond, mean = max(0.0, together - most), (context + tokens) / together
         slots = most / (2 * load.mean_output) if beyond else math.inf
-        token = policy.token_seconds(node.width, together - beyond, mean, load, part, slots)
-        outputs = load.mean_output * token
-        prompts = (
-            tokens / policy.prefill_rate(node.width) * max(0.0, 1 - beyond / max(waiting, 1.0))
-        )
+        steps, num = policy.steps, together - beyond
+        coming = Coming(load.rate, load.mean_prompt, part, slots)
+        outputs = load.mean_output * steps.token_seconds(node.width, num, mean, coming)
+        admitted = tokens * max(0.0, 1 - beyond / max(waiting, 1.0))
+        prompts = steps.prompt_seconds(node.width, running, admitted, tokens / max(waiting, 1.0))
         newcomers = load.rate * part * (prompts + outputs)
         queue = beyond * (2 * newcomers + beyond) / most
         return together * prompts + outputs * (running + 2 * waiting + queue)

@@ -20,6 +20,7 @@ from shiftjax.fleet.fleet_policy import (
 from shiftjax.fleet.handover import Mover
 from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet, SwitchRules
+from shiftjax.fleet.step_prices import StepPrices
 from shiftjax.fleet.switching import Steps
 from shiftjax.parallel.arrangements import Arrangement, Change, equal_groups
 
@@ -40,15 +41,14 @@ def make_fleet(
         ConfigError: the settings name an arrangement that the units cannot form.
     """
     options = deployment.fleet
-    modes = {lane.group.width: lane.modes for lane in lanes}
     rules = SwitchRules(
         options.switch,
         block_bytes=deployment.block_bytes * deployment.tp,
         clock=clock or time.perf_counter,
     )
-    policy = make_fleet_policy(deployment, policies, costs, modes)
+    policy = make_fleet_policy(deployment, lanes, policies, costs)
     if isinstance(policy, CostArrangement):
-        steps = Steps(policy.decode_seconds, policy.prefill_rate)
+        steps = Steps(policy.steps.decode_seconds, policy.steps.prefill_rate)
         by_group = {lane.group: lane for lane in lanes}
 
         def kind_of_bind(change: Change, wanting: Sequence[Request]) -> str:
@@ -77,9 +77,9 @@ def first_arrangement(deployment: Deployment) -> Arrangement:
 
 def make_fleet_policy(
     deployment: Deployment,
+    lanes: Sequence[Lane],
     policies: Mapping[int, Policy],
     costs: Mapping[int, GroupCosts | None],
-    modes: Mapping[int, Sequence],
 ) -> FleetPolicy:
     """The policy that the settings name."""
     options, widths = deployment.fleet, deployment.widths
@@ -92,13 +92,8 @@ def make_fleet_policy(
     if not traits.needs_costs:
         return needs
     known = {width: model for width, model in costs.items() if model is not None}
-    widest = known[widths[-1]]
-    return CostArrangement(
-        widths,
-        known,
-        modes,
-        policies,
-        move_costs(deployment, widest.machine),
-        deployment.max_num_batched_tokens,
-        needs,
-    )
+    modes = {lane.group.width: lane.modes for lane in lanes}
+    sizes = {lane.group.width: lane.scheduler.sizes for lane in lanes}
+    steps = StepPrices(known, modes, policies, sizes, deployment.max_num_batched_tokens)
+    moves = move_costs(deployment, known[widths[-1]].machine)
+    return CostArrangement(widths, steps, moves, needs)
