@@ -48,6 +48,10 @@ class StepSizes:
         """Return how many tokens the step may have at most, decodes included."""
         return demand.most
 
+    def foresee(self, demand: Demand) -> int:
+        """Return about how many it would have, for prompts that nobody has sent yet."""
+        return demand.most
+
     def arrived(self, seconds: float, num_tokens: int) -> None:
         """Called with a prompt that has come, and its tokens that are not known already."""
 

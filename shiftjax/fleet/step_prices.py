@@ -150,7 +150,7 @@ class StepPrices:
         prompts = [(tokens // count, 0)] * count
         most = min(self.most_tokens, decodes + tokens)
         demand = Demand(Turn(0.0), decodes, 0, prompts, 0, 0, count, max(most, decodes + 1))
-        size = self.sizes[width].choose(demand)
+        size = self.sizes[width].foresee(demand)
         num = max(1, -(-tokens // max(1, size - decodes)))
         rest = tokens - (num - 1) * (size - decodes)
         last = self._prompt_seconds(width, decodes + rest)

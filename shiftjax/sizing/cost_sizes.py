@@ -113,10 +113,19 @@ class CostSizes(StepSizes):
 
     def choose(self, demand: Demand) -> int:
         """Return the size that is best for all that waits, see `drain.py`."""
-        ends = list(accumulate(left for left, _ in demand.prompts))
-        queue = Queue(
+        queue = self._queue(demand)
+        return self.best(demand, queue, self._seconds(demand, queue.ends, queue.depth))
+
+    def foresee(self, demand: Demand) -> int:
+        """Return the same for prompts that nobody has sent yet."""
+        queue = self._queue(demand)
+        seconds = self._seconds(demand, queue.ends, queue.depth)
+        return best_size(self.sizes, demand.most, queue, seconds)
+
+    def _queue(self, demand: Demand) -> Queue:
+        return Queue(
             demand.num_decodes,
-            ends,
+            list(accumulate(left for left, _ in demand.prompts)),
             demand.num_more,
             int(demand.num_more * self.prompt),
             ARRIVALS * self.rate(demand.turn.now),
@@ -124,7 +133,6 @@ class CostSizes(StepSizes):
             demand.num_others,
             self._depth(demand),
         )
-        return self.best(demand, queue, self._seconds(demand, ends, queue.depth))
 
     def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
         """Return the size, of steps that take `seconds(index of a size, prompt tokens)`."""

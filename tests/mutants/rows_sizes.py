@@ -8,6 +8,7 @@ SEAM = "shiftjax/core/step_sizes.py"
 ENGINE = "shiftjax/core/engine.py"
 SCHEDULER = "shiftjax/core/scheduler.py"
 TABLES = "shiftjax/core/block_tables.py"
+PRICES = "shiftjax/fleet/step_prices.py"
 ASSEMBLY = "shiftjax/assembly.py"
 MISSES = "shiftjax/sizing/misses.py"
 BY_TARGETS = "shiftjax/sizing/target_sizes.py"
@@ -15,6 +16,7 @@ BY_TARGETS = "shiftjax/sizing/target_sizes.py"
 TEST_DRAIN = ("tests/sizing/test_drain.py",)
 TEST_SIZES = ("tests/sizing/test_cost_sizes.py",)
 TEST_PIPELINES = ("tests/sizing/test_pipeline_sizes.py",)
+TEST_FLEET = ("tests/sim/test_sim_fleet.py",)
 TEST_SEAM = ("tests/core/test_step_sizes.py",)
 TEST_MISSES = ("tests/sizing/test_misses.py",)
 TEST_TARGETS = ("tests/sizing/test_target_sizes.py",)
@@ -82,6 +84,11 @@ ROWS: tuple[Mutant, ...] = (
         "other micro-batches wait for nothing", "sizes", SCHEDULER,
         "demand = demand._replace(num_others=others)", "pass",
         TEST_PIPELINES, "all decodes wait behind the chunks of one micro-batch",
+    ),
+    Mutant(
+        "a fleet prices the largest steps", "sizes", PRICES,
+        "self.sizes[width].foresee(demand)", "demand.most",
+        TEST_FLEET, "one wide group is kept where two would be quicker",
     ),
     Mutant(
         "a fleet has the patience of single units", "sizes", ASSEMBLY,

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from shiftjax.fleet.handover import Copy, Crossing
 from shiftjax.fleet.move_costs import MoveCosts
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import move_costs
+from shiftjax.fleet.step_prices import Coming
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import Arrangement, FleetOptions, all_groups, possible_widths
 from shiftjax.parallel.grid import Group
@@ -188,8 +190,8 @@ UNITS = 8
 WIDTHS = possible_widths(UNITS)
 
 
-def cost_policy(target=TARGET) -> CostArrangement:
-    engine, _ = make_engine(target, [fleet(target=target)], Clock())
+def cost_policy(target=TARGET, **settings) -> CostArrangement:
+    engine, _ = make_engine(target, [fleet(target=target, **settings)], Clock())
     policy = engine.topology.find(Fleet) and engine.topology.find(Fleet).policy
     assert isinstance(policy, CostArrangement)
     return policy
@@ -238,8 +240,9 @@ def test_the_cost_policy_never_returns_where_nothing_has_changed(sequences, star
 
 def test_loads_that_come_and_go_do_not_make_it_thrash():
     """Two loads that want other groups, in turn at every look: it stays, longer each time."""
-    sums = tuple(way.scaled(1.5, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
-    policy = cost_policy(replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums)))
+    sums = tuple(way.scaled(3.0, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
+    dear = replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums))
+    policy = cost_policy(dear, step_sizes="largest")
     few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 48
     arrangement, wished = (Group(0, UNITS),), []
     for turn in range(400):
@@ -259,7 +262,7 @@ def test_the_cost_policy_is_near_the_best_groups_that_stay(engine, rate):
     options = {"model": "llama-70b", "machine": "h200x8", "dtype": "fp8", "engine": engine}
     target, trace = target_from(options), poisson(rate, 4.0, 600, 60)
     names = ("fleet:8", "fleet:4+4", "fleet:2+2+2+2", "fleet:" + "+".join("1" * 8), "fleet")
-    options = {"max_num_seqs": 64, "step_sizes": "largest"}  # which is what it predicts
+    options = {"max_num_seqs": 64, "step_sizes": "largest"}
     rows = [summary(replay(trace, target, fleet(name, target, **options))) for name in names]
     best = min(row["completion_mean_seconds"] for row in rows[:-1])
     assert rows[-1]["completion_mean_seconds"] <= 1.04 * best
@@ -277,6 +280,34 @@ def test_with_sizes_by_cost_every_arrangement_is_quicker(rate):
             row = summary(replay(trace, target, deployment))
             means[sizes] = row["completion_mean_seconds"]
         assert means["cost"] <= (0.9 if rate == 40.0 else 1.0) * means["largest"], name
+
+
+@pytest.mark.costs(8)
+@pytest.mark.parametrize("width", [8, 4, 2])
+def test_prices_are_those_of_the_sizes_that_are_chosen(width):
+    """Seconds of a token while prompts keep coming: predicted, and of a replay in a steady state.
+
+    With the largest steps there, a token of two groups of 4 is said to take half as long again.
+    """
+    rate, prompt, output, seconds = 40.0, 600, 60, 5.0
+    trace = poisson(rate, seconds, prompt, output)
+    run = replay(trace, TARGET, fleet("fleet:" + "+".join([str(width)] * (UNITS // width))))
+    inside = [r for r in run.requests if seconds / 4 < r.arrival < seconds - r.completion]
+    token, first = (mean(getattr(r, name) for r in inside) for name in ("tpot", "ttft"))
+    running = rate * width / UNITS * (mean(r.completion for r in inside) - first)
+    coming = Coming(rate, prompt, width / UNITS, float("inf"))
+    said = POLICY.steps.token_seconds(width, running, prompt + output / 2, coming)
+    assert said == pytest.approx(token, rel=0.3)
+
+
+def test_a_fleet_takes_narrow_groups_where_their_steps_are_quicker():
+    """It stayed with one group of 8, as the largest steps would have had it."""
+    trace, means = poisson(40.0, 4.0, 600, 60), {}
+    for name in ("fleet:8", "fleet"):
+        run = replay(trace, TARGET, fleet(name, max_num_seqs=64, max_num_batched_tokens=8192))
+        means[name] = mean(request.completion for request in run.requests)
+        widths = {group.width for turn in changes(run).turns for group in turn.arrangement}
+    assert 4 in widths and means["fleet"] < 0.97 * means["fleet:8"]
 
 
 # ------------------------------------------------------------------ names and plans
