@@ -51,6 +51,7 @@ DECODERS: dict[str, Decoder] = dict(
         "gemma2": Decoder("Gemma2ForCausalLM", _GEMMA),
         "gemma3_text": Decoder("Gemma3ForCausalLM", _GEMMA | {"qk_norm": True}),
         "gemma4_text": Decoder("Gemma4ForCausalLM", _GEMMA4),
+        "gemma4_unified_text": Decoder("Gemma4UnifiedForCausalLM", _GEMMA4),
         "olmo2": Decoder("Olmo2ForCausalLM", _OLMO | {"norm_in_float32": True}),
         "olmo3": Decoder("Olmo3ForCausalLM", _OLMO | {"norm_in_float32": True}),
         "olmoe": Decoder("OlmoeForCausalLM", _OLMO),

@@ -116,10 +116,11 @@ _NORMS_AFTER = {
     "attention_out_norm": "post_attention_layernorm",
     "mlp_out_norm": "post_feedforward_layernorm",
 }
+_GEMMAS = "gemma2", "gemma3_text", "gemma4_text"
 _NORM_OF_BLOCK = {"input_norm": "input_layernorm"}
 NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        **dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), _NORMS_AROUND),
+        **dict.fromkeys((*_GEMMAS, "gemma4_unified_text"), _NORMS_AROUND),
         "glm4": {
             "input_norm": "input_layernorm",
             "attention_out_norm": "post_self_attn_layernorm",

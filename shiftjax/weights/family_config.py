@@ -102,14 +102,14 @@ def parse_family(fields: Fields, architecture: str, head_dim: int) -> dict[str, 
         scales = {ours: fields.positive(name) for ours, name in _MULTIPLIERS.items()}
         scales["logit_scale"] = 1 / fields.positive("logits_scaling")
         return scales | _query_scale(fields.positive("attention_multiplier"), head_dim)
-    if architecture not in (*_GEMMA, GEMMA4):
+    if architecture not in (*_GEMMA, *GEMMA4):
         return {}
     caps = {ours: fields.positive(name) for ours, name in _CAPS.items() if fields.has(name)}
     if architecture != "gemma2":  # transformers keeps the field, and computes without it
         caps.pop("attention_soft_cap", None)
     return (
         caps
-        if architecture == GEMMA4
+        if architecture in GEMMA4
         else caps | _query_scale(fields.positive("query_pre_attn_scalar") ** -0.5, head_dim)
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.weights.typed_fields import Fields
 
-GEMMA4 = "gemma4_text"
+GEMMA4 = "gemma4_text", "gemma4_unified_text"  # the latter of 12B: without inputs and experts
 _OWN = {"num_key_value_heads", "head_dim"}  # what may differ between layers
 
 
@@ -41,10 +41,11 @@ def with_heads(fields: Fields, kinds: Sequence[LayerKind]) -> list[LayerKind]:
 
 def parse_gemma4(fields: Fields, architecture: str) -> dict[str, Any]:
     """Return what else a file says: inputs of layers, and how many read the cache of others."""
-    if architecture != GEMMA4:
+    if architecture not in GEMMA4:
         return {}
     width = fields.count("hidden_size_per_layer_input", 0, minimum=0)
-    vocab, own = fields.count("vocab_size"), fields.count("vocab_size_per_layer_input")
+    vocab = fields.count("vocab_size")
+    own = fields.count("vocab_size_per_layer_input", vocab)
     if width and own != vocab:
         fields.problem(f"vocab_size_per_layer_input must be {vocab} as vocab_size is, found {own}")
     shared = fields.count("num_kv_shared_layers", 0, minimum=0)
@@ -98,7 +99,7 @@ def _check(fields: Fields, shapes: set[tuple[int, int]]) -> None:
 def gemma4_json(config: ModelConfig) -> dict[str, Any]:
     """Return the fields from which the same is read, as published files have them."""
     full = [kind for kind in config.kinds if kind.sliding_window is None]
-    if config.architecture != GEMMA4 or not full:
+    if config.architecture not in GEMMA4 or not full:
         return {}
     kv_heads, width = full[0].heads or (config.num_kv_heads, config.head_dim)
     return {

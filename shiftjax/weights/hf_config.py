@@ -28,10 +28,11 @@ from shiftjax.weights.typed_fields import Fields, read_json
 _WITH_IMAGES = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
 }
-_GEMMA = ("gemma2", "gemma3_text", GEMMA4)
+_GEMMA = ("gemma2", "gemma3_text", *GEMMA4)
 
 
 def read_config(directory: Path, name: str | None = None) -> ModelConfig:
@@ -136,7 +137,7 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
             fields.problem(f"{name} must be {value}, found {fields.data[name]}")
     if fields.data.get("clip_qkv") is not None:
         fields.problem("clip_qkv must be null: queries, keys and values are not clipped here")
-    usual = (None, False, "vision") if architecture == GEMMA4 else (None, False)
+    usual = (None, False, "vision") if architecture in GEMMA4 else (None, False)
     if fields.data.get("use_bidirectional_attention") not in usual:  # vision: of images alone
         fields.problem("use_bidirectional_attention must be false: only causal models generate")
 

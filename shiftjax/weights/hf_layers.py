@@ -22,11 +22,11 @@ _ALL_SLIDE = ("mistral", "ministral3", "mixtral", "phi3")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _MAY_SLIDE = (*_QWEN, "smollm3")  # where `use_sliding_window` says so
 # Every such layer sees everything; of some a file says which.
-_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4, GEMMA4: 6}
+_PATTERNS = {"gemma2": 2, "gpt_oss": 2, "olmo3": 4, **dict.fromkeys(GEMMA4, 6)}
 _OWN_PATTERNS = {"gemma3_text": 6, "exaone4": 4, "cohere2": 4}
 _ALTERNATE = (*_PATTERNS, *_OWN_PATTERNS)
 _PARTIAL = ("phi3", "glm", "glm4", "glm4_moe", "minimax_m2")  # rotate a part of a head
-_LOCAL_ROPES = ("gemma3_text", "olmo3", GEMMA4)  # layers with a window have another one
+_LOCAL_ROPES = ("gemma3_text", "olmo3", *GEMMA4)  # layers with a window have another one
 
 Rope = tuple[float, RopeScaling | None]
 
@@ -47,7 +47,7 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
         return LayerKind(reach, theta, scaling) if rotates else LayerKind(reach, has_rope=False)
 
     kinds = [kind(*each) for each in zip(has_window, has_rope, strict=True)]
-    if architecture == GEMMA4:
+    if architecture in GEMMA4:
         kinds = with_heads(fields, kinds)
     growth = _query_growth(fields, architecture)
     return {"rotary_dim": rotary_dim, **growth, **kinds_as_fields(kinds)}
@@ -92,7 +92,7 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     if architecture == "olmo3" and sliding:
         data[ROPE] = {SLIDING: {"rope_type": "default", "rope_theta": sliding[0].rope_theta}}
-    if architecture == GEMMA4:  # which has no older layout
+    if architecture in GEMMA4:  # which has no older layout
         ropes = {SLIDING if kind.sliding_window else FULL: kind for kind in roped}
         data = {ROPE: {name: _rope_json(kind) for name, kind in ropes.items()}}
     if architecture == "gemma3_text":
@@ -131,9 +131,9 @@ def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]
             fields.problem(f"layer_types must be alike in all layers of {architecture}")
         else:
             slide = [kind == SLIDING for kind in kinds]
-            return [*slide[:-1], False] if architecture == GEMMA4 else slide  # as transformers
+            return [*slide[:-1], False] if architecture in GEMMA4 else slide  # as transformers
         return [False] * num_layers
-    if architecture == GEMMA4:
+    if architecture in GEMMA4:
         return [*_slide_by_default(fields, architecture, num_layers)[:-1], False]
     return _slide_by_default(fields, architecture, num_layers)
 
@@ -188,7 +188,7 @@ def _rope(fields: Fields, architecture: str, head_dim: int) -> tuple[Rope, int |
     usual = defaults_of(architecture).theta or _usual(architecture, FULL)["rope_theta"]
     inner = _inner(fields, parameters or _stretched(architecture))
     owner = inner if inner.has("rope_theta") else fields
-    theta = owner.positive("rope_theta", None if architecture == GEMMA4 else usual)
+    theta = owner.positive("rope_theta", None if architecture in GEMMA4 else usual)
     rotary_dim = _rotary_dim(fields, inner, architecture, head_dim)
     return (theta, scaling_of(fields, inner, architecture, rotary_dim or head_dim)), rotary_dim
 
@@ -203,7 +203,7 @@ def _local_rope(fields: Fields, architecture: str, full: Rope) -> Rope:
         inner.problem(f"rope_type of {SLIDING} must be default, found {own['rope_type']!r}")
     if inner.has("rope_theta"):
         return inner.positive("rope_theta"), None
-    if architecture == GEMMA4:
+    if architecture in GEMMA4:
         return _local_theta(architecture), None
     name = "rope_theta" if architecture == "olmo3" else "rope_local_base_freq"
     return fields.positive(name, _local_theta(architecture)), None
@@ -218,7 +218,7 @@ def _usual(architecture: str, kind: str) -> Mapping[str, Any]:
 def _stretched(architecture: str) -> dict[str, Any]:
     """Return those that are no part of older files outside of `rope_scaling`."""
     usual, theta = _usual(architecture, FULL), defaults_of(architecture).theta
-    if architecture == GEMMA4:
+    if architecture in GEMMA4:
         return dict(usual)
     own = {"rope_theta": usual["rope_theta"]} if theta not in (None, usual["rope_theta"]) else {}
     return {name: usual[name] for name in usual if name not in _PLAIN} | own
@@ -260,7 +260,7 @@ def _rotary_dim(fields: Fields, inner: Fields, architecture: str, head_dim: int)
     name = "partial_rotary_factor"
     owner = inner if inner.has(name) else fields
     usual = _usual(architecture, FULL).get(name, 1.0)
-    if architecture == GEMMA4:
+    if architecture in GEMMA4:
         return None  # frequencies of the whole head, of which a part turns
     if architecture == "minimax_m2" and fields.has("rotary_dim"):  # as published files say it
         usual = fields.count("rotary_dim") / head_dim

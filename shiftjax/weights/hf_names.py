@@ -19,7 +19,7 @@ from shiftjax.weights.source import CheckpointError, TensorInfo
 _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
-_STACKED_EXPERTS = ("gpt_oss", "llama4_text", GEMMA4)
+_STACKED_EXPERTS = ("gpt_oss", "llama4_text", *GEMMA4)
 _WITH_DRAFTS = ("glm4_moe",)
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.(?:\w+\.)?experts)\.(gate_up|down)_proj(_bias)?")
@@ -120,7 +120,7 @@ def stacks_of(config: ModelConfig, names: Mapping[str, TensorInfo]) -> dict[str,
 
     Raises CheckpointError for experts in one tensor.
     """
-    if config.architecture in _STACKED_EXPERTS:
+    if config.experts is not None and config.architecture in _STACKED_EXPERTS:
         raise CheckpointError(
             f"{config.name}: the stacked experts of {config.architecture} are not written as a "
             "Hugging Face directory; convert to orbax instead"
@@ -171,7 +171,7 @@ def _experts(
     width, hidden = config.experts.intermediate_size, config.hidden_size
     names = ("gate", "up") if found[2] == "gate_up" else ("down",)
     outputs, inputs = (hidden, width) if names == ("down",) else (width, hidden)
-    is_transposed = config.architecture != GEMMA4
+    is_transposed = config.architecture not in GEMMA4
     matrix = (inputs, outputs * len(names))[:: 1 if is_transposed else -1]
     shape = config.experts.num, *(matrix[1:] if found[3] else matrix)
     if info.shape != shape:

@@ -17,7 +17,7 @@ def scaling_of(
         kind = "longrope"
     if kind == "default":
         return None
-    own = _OF_GEMMA4 if architecture == GEMMA4 else _KINDS
+    own = _OF_GEMMA4 if architecture in GEMMA4 else _KINDS
     if kind in own:
         return own[kind](fields, inner, rotary_dim)
     *others, last = ("default", *own)

@@ -48,22 +48,22 @@ ROWS = (
         "layers read the cache of the first of their kind", "heads", "shiftjax/arch/config.py",
         "for layer, kind in enumerate(kinds[:first])}  # the last of each",
         "for layer, kind in reversed(list(enumerate(kinds[:first])))}",
-        (PARITY,), "Gemma 4 E2B is another model",
+        (PARITY, GEMMA4), "Gemma 4 E2B is another model",
     ),
     Mutant(
         "inputs of layers are those of the layer before", "heads", "shiftjax/models/gemma4.py",
         "return [both[:, layer] for", "return [both[:, layer - 1] for",
-        (PARITY,), "Gemma 4 E2B is another model",
+        (PARITY, GEMMA4), "Gemma 4 E2B is another model",
     ),
     Mutant(
         "experts read what the MLP reads", "heads", "shiftjax/models/gemma4.py",
         "expert_layer(residual, layer)", "expert_layer(x, layer)",
-        (PARITY,), "Gemma 4 26B-A4B is another model",
+        (PARITY, GEMMA4), "Gemma 4 26B-A4B is another model",
     ),
     Mutant(
         "experts weigh as their logits say", "heads", "shiftjax/models/experts.py",
         "gains if self.scales is None else gains * self.scales[chosen]", "gains",
-        (PARITY,), "Gemma 4 26B-A4B is another model",
+        (PARITY, GEMMA4), "Gemma 4 26B-A4B is another model",
     ),
     Mutant(
         "tensors that no layer reads are refused", "heads", "shiftjax/weights/hf_names.py",

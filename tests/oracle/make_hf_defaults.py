@@ -75,7 +75,7 @@ def defaults_of(model_type: str) -> dict[str, Any]:
         elif name in declared:
             aliases[meant] = name
     absent = {name: found[name] if name in null else value for name, value in declared.items()}
-    if model_type == "gemma4_text":  # no field of the class, but read
+    if model_type in ("gemma4_text", "gemma4_unified_text"):  # no field of the class, but read
         absent["global_head_dim"] = plain.per_layer_config["full_attention"].head_dim
     theta = getattr(make, "default_theta", None)
     theta = theta if isinstance(theta, float | int) else None

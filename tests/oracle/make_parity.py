@@ -397,6 +397,17 @@ MODELS: dict[str, tuple[str, dict]] = {
             "moe_intermediate_size": 12,
         },
     ),
+    "gemma4_unified_text": (  # of 12B
+        "gemma4_unified_text",
+        LEAST
+        | GEMMA4
+        | {
+            "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
+    ),
 }
 
 

@@ -17,6 +17,19 @@ from shiftjax.weights.source import CheckpointError, check_complete
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_inputs"])
+def test_gemma4_is_written_as_it_was(name, tmp_path):
+    source = HuggingFaceSource(PARITY / name)
+    save_huggingface(source, tmp_path)
+    stored, written = (
+        load_file(folder / "model.safetensors") for folder in (PARITY / name, tmp_path)
+    )
+    assert written.keys() == stored.keys()
+    for key, tensor in stored.items():
+        np.testing.assert_array_equal(written[key], tensor)
+    assert replace(HuggingFaceSource(tmp_path).config, name=name) == source.config
+
+
 @pytest.mark.parametrize("name", ["phi3", "glm4", "glm"])
 def test_stacked_projections_are_read_in_parts_and_written_as_they_were(name, tmp_path):
     source = HuggingFaceSource(PARITY / name)
