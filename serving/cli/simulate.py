@@ -83,10 +83,10 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         print(f"\nnothing is recommended: {_no_room(estimates, workload)}")
         return 1
     best, reason = recommended
-    by_cost = target.machine.num_hosts > 1  # modes between sum inside hosts
-    policy = f" --shift-threshold {best.threshold}" if best.sp > 1 else ""
-    if best.sp > 1 and (by_cost or best.policy == "cost"):
-        policy = " --policy cost"
+    policy = ""
+    if best.sp > 1:
+        by_cost = best.policy == "cost"
+        policy = " --policy cost" if by_cost else f" --shift-threshold {best.threshold}"
     print(f"\nrecommended: {degree_flags(best)}{policy}")
     print(reason)
     command = serve_command(arguments.model or target.model.name, best)

@@ -182,7 +182,8 @@ def recommend(
         return None
     chosen = best.deployment
     reason = _reason([one for one in estimates if one.fits], best, goal)
-    if chosen.layout.gathers:  # a threshold leaves out the modes between, which gather less
+    if chosen.layout.gathers or (chosen.sp > 1 and target.machine.num_hosts > 1):
+        # A threshold leaves out the modes between, which gather less, and sum inside hosts.
         chosen = replace(chosen, policy="cost")
     elif chosen.sp > 1:
         degrees = f"dp={chosen.dp},sp={chosen.sp},tp={chosen.tp},policy=threshold"
