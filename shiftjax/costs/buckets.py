@@ -1,5 +1,6 @@
 """The sizes that steps are padded to. No JAX."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -29,6 +30,9 @@ class Bucket(NamedTuple):
         return self.tokens >= tokens and self.rows >= rows and self.seqs >= seqs
 
 
+HALVED_TOKENS = 512  # from which on steps take about as long as they have tokens
+
+
 def doubling(max_tokens: int, few: Sequence[int] = (SMALLEST_TOKENS,)) -> tuple[int, ...]:
     """Return token counts up to `max_tokens`: `few`, ascending, and what doubles the last one."""
     sizes, size = [size for size in few if size < max_tokens], 2 * few[-1]
@@ -36,6 +40,12 @@ def doubling(max_tokens: int, few: Sequence[int] = (SMALLEST_TOKENS,)) -> tuple[
         sizes.append(size)
         size *= 2
     return (*sizes, max_tokens)
+
+
+def with_halfway(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return sizes and those halfway between two of at least `HALVED_TOKENS`, ascending."""
+    halfway = {(a + b) // 2 for a, b in itertools.pairwise(sizes) if a >= HALVED_TOKENS}
+    return tuple(sorted({*sizes, *halfway}))
 
 
 def worthwhile(seconds: Mapping[int, float]) -> tuple[int, ...]:

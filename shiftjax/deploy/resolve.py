@@ -9,7 +9,7 @@ from shiftjax.arch.formats import AUTO, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
 from shiftjax.config import EngineConfig, ParallelOptions
-from shiftjax.costs.buckets import SMALLEST_TOKENS, doubling
+from shiftjax.costs.buckets import SMALLEST_TOKENS, doubling, with_halfway
 from shiftjax.costs.memory import (
     expert_bytes,
     weight_bytes,
@@ -75,6 +75,8 @@ def resolve(
     budgets = chosen_budgets(config, devices.budgets)
     tokens = budgets.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(tokens, suited.few_tokens)
+    if config.compile.token_buckets is None and not scheduler.targets.are_none:
+        sizes = with_halfway(sizes)  # the largest that keeps to a target is rarely a doubled one
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
     widths: tuple[int, ...] = ()
     if config.fleet.fleet:

@@ -36,7 +36,7 @@ from shiftjax.targets import Target, Targets
 
 HORIZON = 10.0  # seconds for which requests are taken to come as they do
 COMING = 0.5  # share of the recent rate that is taken to go on, in B
-LONGEST = 15.0  # seconds, at most, that a second of work above the target takes to go
+LONGEST = 10.0  # seconds, at most, that a second of work above the target takes to go
 SPREAD = 1.0  # of a target
 MOST_DECODES = 64  # that are looked at; of more, as many at equal distances
 NEVER = 1e6  # seconds of a target that is none
