@@ -138,7 +138,7 @@ def test_a_decode_at_its_limit_makes_steps_small_and_one_without_a_target_does_n
         demand = Demand(turn, 20, 9000, [(8000, 0)], 0, 0, 1, 8192, prompts, decodes)
         return sizes.choose(demand)
 
-    assert size_of(0) == 2048 < size_of(1)
+    assert size_of(0) <= 2048 < size_of(1)
 
 
 def test_an_engine_has_such_sizes_where_a_class_has_a_target():
@@ -149,6 +149,14 @@ def test_an_engine_has_such_sizes_where_a_class_has_a_target():
         found = engine.stats().find(TargetStats)
         assert (found is not None) == (kinds[-1] is TargetSizes)
     assert kinds[:3] == [CostSizes, TargetSizes, TargetSizes]
+
+
+def test_with_targets_there_are_sizes_between_others():
+    found = [deploy(TARGET, f"cost{each}").step_sizes for each in ("", ",target_ttft=1")]
+    assert set(found[1]) - set(found[0]) == {768, 1536, 3072, 6144}
+    assert set(found[0]) < set(found[1])
+    given = deploy(TARGET, "cost,target_ttft=1", token_buckets=(512, 8192))
+    assert given.step_sizes == (512, 8192)
 
 
 def test_what_is_told():
