@@ -16,17 +16,17 @@ FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the planned rate
 
 
 def curve_rows(advice: Advice) -> list[dict[str, Any]]:
-    """A row for every rate of the best, and of another cut of as many devices."""
+    """A row for every rate of the best, and of another cut of as many devices, or unchanged."""
     best = advice.best
     if best is None:
         return []
     trials, rows, rate = advice.trials, [], best.rate * best.num_servers
     drawn = [(best.server, best.num_servers, best.changed)]
-    other = _other(advice, best, rate)
+    other = _other(advice, best, rate) or _unchanged(advice, best)
     if other is not None:
         drawn.append((other, best.num_devices // other.num_devices, ""))
     for server, num, changed in drawn:
-        deployment, more = server.deployment, f"\n{changed}" if changed else ""
+        deployment, more = server.deployment, f", {changed}" if changed else ""
         name = f"{num} x {deployment.name}, KV {deployment.formats.kv}{more}"
         for factor in FACTORS:
             measured = measure_at(trials, server, num, factor * rate)
@@ -61,12 +61,24 @@ def _other(advice: Advice, best: Trial, rate: float) -> Server | None:
     return min(others, key=ratio, default=None)
 
 
+def _unchanged(advice: Advice, best: Trial) -> Server | None:
+    """The server that the best was made of; None: it is that."""
+    kind = best.server.text.partition(",")[0]
+    same = (
+        each
+        for each in advice.field.servers
+        if each.target == best.target and each.text.partition(",")[0] == kind
+    )
+    return next(same, None) if best.changed else None
+
+
 def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Shares of requests by rate; lines at the planned rate and at the share that is asked for."""
     figure, (axes,) = new_axes()
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
-        axes.plot([row["rate"] for row in own], [row["inside"] for row in own], "o-", label=name)
+        label = name.replace(", ", "\n")
+        axes.plot([row["rate"] for row in own], [row["inside"] for row in own], "o-", label=label)
     best, limits = advice.best, advice.trials.limits
     if best is not None:
         planned = best.rate * best.num_servers

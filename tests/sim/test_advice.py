@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def target(machine: str, model: str = "llama-8b", num_devices: int = 4):
 def advised(
     targets, rate: float, limits: Limits = LIMITS, prices=None, each: Workload = EACH, **more
 ) -> Advice:
-    settings = SMALL | more
+    settings: dict[str, Any] = SMALL | more
     most = settings.pop("most_replays", 100)
     load = even_load(each, limits)
     trials = Trials(load, limits, MARGIN, most)

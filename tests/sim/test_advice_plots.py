@@ -5,6 +5,7 @@ from test_servers import LIMITS, LOAD, field_of, target
 
 from shiftjax.sim.advice import Advice, Question
 from shiftjax.sim.advice_plots import FACTORS, curve_rows, pareto, slo_curve
+from shiftjax.sim.servers import changed
 from shiftjax.sim.trials import Trials
 
 
@@ -42,8 +43,11 @@ def test_nothing_has_no_curve():
 
 def test_the_curve_says_what_was_planned(advice, rows):
     (axes,) = slo_curve(advice, rows).axes
-    words = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert words == [*dict.fromkeys(row["name"] for row in rows), "planned: 10 requests/s", "90%"]
+    legend = axes.get_legend()
+    assert legend is not None
+    words = [text.get_text() for text in legend.get_texts()]
+    names = dict.fromkeys(row["name"].replace(", ", "\n") for row in rows)
+    assert words == [*names, "planned: 10 requests/s", "90%"]
 
 
 def test_what_keeps_the_limits_is_filled_and_named(advice):
@@ -51,3 +55,15 @@ def test_what_keeps_the_limits_is_filled_and_named(advice):
     kept = [trial.deployment.name for trial in advice.trials.all if trial.meets]
     assert sorted(text.get_text() for text in axes.texts) == sorted(kept) and kept
     assert len(axes.lines) == 1 + len(kept)
+
+
+def test_a_change_is_compared_with_what_it_changed(advice):
+    servers = {s.deployment.name: s for s in advice.field.servers}
+    only = advice.field._replace(servers=[servers["sp4"]])
+    aimed = changed(servers["sp4"], {}, {"target_tpot": 0.06})
+    best = advice.best._replace(server=aimed, changed="with a target")
+    rows = curve_rows(advice._replace(best=best, field=only))
+    assert list(dict.fromkeys(row["name"] for row in rows)) == [
+        "1 x sp4, KV bfloat16, with a target",
+        "1 x sp4, KV bfloat16",
+    ]

@@ -1,5 +1,7 @@
 """The most load for so many devices: it is kept, and not much more would be."""
 
+from typing import Any
+
 import pytest
 from test_servers import field_of, target
 
@@ -10,7 +12,7 @@ from shiftjax.sim.load import SEEDS, Limits, even_load
 from shiftjax.sim.most_load import most_load
 from shiftjax.sim.trials import Trials
 
-SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
+SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 LIMITS = Limits(1.0, 0.06)
 LOAD = even_load(Workload(500, 30), LIMITS)
 
