@@ -72,8 +72,8 @@ class Trial(NamedTuple):
 
     @property
     def refused(self) -> int:
-        """Requests that have no room, in the first replay."""
-        return self.measured[0].refused
+        """Requests that have no room, in the replay that has most of them."""
+        return max(each.refused for each in self.measured)
 
     def cost(self, prices: Mapping[str, float]) -> float:
         """Dollars an hour of all devices; their number where there are no prices."""
