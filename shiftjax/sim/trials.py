@@ -95,6 +95,7 @@ class Trial(NamedTuple):
             "tpot_seconds": self.tpot,
             "inside": self.inside,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.server.num_devices,
+            "refused": self.refused,
             "seeds": len(self.measured),
             "meets": self.meets,
             "changed": self.changed,
