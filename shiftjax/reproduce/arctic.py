@@ -50,7 +50,8 @@ BEST = (
 FRONT = "Ours has less outside the engine: tokeniser of a long prompt, front end, client."
 MIX = (
     "Neither rates nor lengths are published. Ours: Poisson at 0.5/s, 2,000 in and 250 out on "
-    "average, log-normal; their spread (cv 0.7) was chosen by TP's p95, so that is no check."
+    "average, log-normal. Their spread (cv 0.7) was chosen with TP's p95 in view, so that is no "
+    "check."
 )
 MIX_TOKENS = (
     "Of production traces that are not published; ours are 2,000 in and 250 out, as in figure 4."
