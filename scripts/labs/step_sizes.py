@@ -139,6 +139,7 @@ def main() -> None:
     parser.add_argument("cells", nargs="+")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--targets", action="store_true", help="with and without targets")
+    parser.add_argument("--alone", action="store_true", help="rates of kernels timed alone")
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--mooncake", type=Path, help="conversation_trace.jsonl")
     given = parser.parse_args()
@@ -150,6 +151,9 @@ def main() -> None:
             runs = []
             for sizes in ("cost", "targets") if given.targets else ("largest", "cost"):
                 target, deployment = deployed(model, traffic, sizes)
+                if given.alone:
+                    cool = replace(target.machine, sustained_efficiency=1.0)
+                    target = replace(target, machine=cool)
                 runs.append(numbers(replay(requests, target, deployment), model))
             pairs.append((runs[0], runs[1]))
             print(json.dumps({"cell": cell, "seed": seed, "runs": runs}), file=sys.stderr)
