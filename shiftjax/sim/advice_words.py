@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.sim.advice import Advice
 from shiftjax.sim.error_bands import band
-from shiftjax.sim.load import Limits
+from shiftjax.sim.load import SEEDS, Limits
 from shiftjax.sim.serve_command import serve_command
 from shiftjax.sim.trials import Trial
 
@@ -100,7 +100,8 @@ def _next(advice: Advice, prices: Mapping[str, float]) -> str:
     trials, best = advice.trials, advice.best
     if best is not None and advice.question.rate is None:
         own = best.deployment.name
-        others = [each for each in trials.all if each.meets and each.deployment.name != own]
+        kept = [each for each in trials.all if each.meets and len(each.measured) == SEEDS]
+        others = [each for each in kept if each.deployment.name != own]
         most = max(others, key=lambda each: each.rate * each.num_servers, default=None)
         return f" Next comes {_figures(most)}." if most else ""
     others = [

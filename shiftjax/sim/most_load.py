@@ -46,8 +46,10 @@ def _changed(trials: Trials, best: Trial, budgets: Mapping[str, Any]) -> Trial:
     """The best, changed as long as that keeps the limits at a higher rate."""
     changes = Changes(trials, budgets)
     while not trials.is_over:
-        missed = trials.first(best.server, best.num_servers, _next(best), best.changed)
-        found = missed if missed.meets else changes.kept(missed, _next(best))
+        rate = _next(best)
+        missed = trials.first(best.server, best.num_servers, rate, best.changed)
+        missed = trials.confirmed(missed, rate)
+        found = missed if missed.meets else changes.kept(missed, rate)
         higher = found and _highest(trials, found, WIDER * _total(found), best)
         if higher is None or higher is best:
             break

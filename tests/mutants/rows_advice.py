@@ -235,4 +235,13 @@ ROWS: tuple[Mutant, ...] = (
         TEST_COMMAND,
         "an engine starts without the targets that were planned",
     ),
+    Mutant(
+        "what one replay keeps needs no change",
+        "advice",
+        MOST,
+        "missed = trials.confirmed(missed, rate)",
+        "pass",
+        TEST_MOST,
+        "targets are never tried where the best draw of five is good enough",
+    ),
 )

@@ -10,7 +10,8 @@ from shiftjax.sim.advice_words import in_words
 from shiftjax.sim.estimate import Workload
 from shiftjax.sim.load import SEEDS, Limits, even_load
 from shiftjax.sim.most_load import most_load
-from shiftjax.sim.trials import Trials
+from shiftjax.sim.trials import Measured, Trials
+from shiftjax.targets import NO_TARGETS
 
 SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 LIMITS = Limits(1.0, 0.06)
@@ -65,6 +66,26 @@ def test_the_answer_is_the_rate(of_four):
     assert f"carry {total(of_four):.3g} requests/s (throughput +-" in first
     assert limits.startswith("Of these 90% get 1 s to the first token and 60 ms a token")
     assert why.startswith("Why: of ") and command.startswith("Start")
+
+
+class Known(Trials):
+    """A server keeps the limits up to 8 requests/s, with targets up to 10; seed 1 is worse."""
+
+    def _measured(self, server, num_servers, rate, seed):
+        self.num_replays += 1
+        most = 8.0 if server.deployment.targets == NO_TARGETS else 10.0
+        tpot = LIMITS.tpot * rate / num_servers / most * (1.1 if seed == 1 else 1.0)
+        return Measured(0.1, tpot, 1.0, 1.0, 1, 0)
+
+
+def test_the_best_is_changed_for_more():
+    trials = Known(LOAD, LIMITS, 0.05, 400)
+    field = field_of(target("l4x8"), LIMITS, LOAD, **SMALL)
+    only = [s for s in field.servers if s.deployment.name == "tp4"]
+    only = [s._replace(most_rate=20.0) for s in only]
+    best = most_load(field._replace(servers=only), trials, 4, SMALL).best
+    assert best is not None and best.changed == "targets of 1 s and 0.06 s"
+    assert best.rate == pytest.approx(10 / 1.1, rel=0.05)
 
 
 def test_nothing_is_an_answer_with_a_reason():
