@@ -72,9 +72,10 @@ class ExpertsBesideMLP(MoE):
         self,
         x: Float[Array, "tokens hidden"],
         context: Context,
-        residual: Float[Array, "tokens hidden"],
+        residual: Float[Array, "tokens hidden"] | None = None,
     ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output of both."""
+        """Return the (reduced) output of both; `x` is what a norm has made of the residual."""
+        assert residual is not None
         config, scale = self.config, self.config.hidden_size**-0.5
 
         def enter(given: jax.Array) -> tuple[jax.Array, jax.Array]:

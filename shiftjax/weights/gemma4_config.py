@@ -76,8 +76,12 @@ def _listed_shapes(fields: Fields, num_layers: int) -> list[tuple[int, int] | No
     listed = fields.data[name] or {}
     usual = {each: fields.count(each) for each in _OWN}
     for layer, found in listed.items() if isinstance(listed, dict) else [("", None)]:
-        known = isinstance(found, dict) and not found.keys() - _OWN
-        if not known or not layer.isdecimal() or int(layer) >= num_layers:
+        if (
+            not isinstance(found, dict)
+            or found.keys() - _OWN
+            or not layer.isdecimal()
+            or int(layer) >= num_layers
+        ):
             fields.problem(f"{name} must have {sorted(_OWN)} of layers, found {listed!r}")
             return shapes
         inner = Fields(usual | found, f"{fields.file}: {name}")

@@ -74,8 +74,10 @@ def _longrope(fields: Fields, inner: Fields, rotary_dim: int) -> RopeScaling:
     factor = inner.positive("factor", fields.count("max_position_embeddings") / original)
     usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 < original else 1.0
     gain = inner.positive("attention_factor", usual)
-    divisors = [_divisors(inner, f"{kind}_factor", rotary_dim // 2) for kind in ("short", "long")]
-    return RopeScaling("longrope", factor, 1.0, 4.0, original, gain, True, *divisors)
+    short, long = (
+        _divisors(inner, f"{kind}_factor", rotary_dim // 2) for kind in ("short", "long")
+    )
+    return RopeScaling("longrope", factor, 1.0, 4.0, original, gain, True, short, long)
 
 
 def _divisors(fields: Fields, name: str, count: int) -> tuple[float, ...]:

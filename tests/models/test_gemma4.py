@@ -6,11 +6,12 @@ tokens must be continued by the others.
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from echo_pools import Told
-from engines import RandomPolicy, make, run
+from engines import RandomPolicy, build_tiny, make, run
 from spent import quick
 
 from shiftjax.core.request import Request, SamplingParams
@@ -80,8 +81,8 @@ def test_running_sequences_move_between_groups_of_two_widths():
     """There and back, by the exchange of both shapes."""
     name = "gemma4_text"
     options = {"fleet": True, "devices": 4, "fleet_widths": (1, 2), "fleet_policy": "context"}
-    built = make(DATA / name, None, 1, **options)
-    engine, policy = built.engine, Told()
+    engine: Any = build_tiny(DATA / name, sp=None, tp=1, **options).engine
+    policy = Told()
     fleet = engine.topology.find(Fleet)
     fleet.policy = policy
     prompts, answers = asked(name)
