@@ -21,6 +21,7 @@ from shiftjax.sim.report import Report, new_axes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure as Picture
 
+RATIOS = (0.125, 0.25, 0.5, 0.7, 0.85, 1, 1.15, 1.4, 2, 4, 8)  # that an axis names
 MANIFOLD = 10  # times the least value: then an axis is logarithmic
 Part = Callable[[Published, Options], Iterator[Figure | Curve]]
 
@@ -107,6 +108,8 @@ def ratios(figures: Sequence[Figure]) -> "Picture":
     axes.set_ylim(len(figures) - 0.5, -0.5)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(_plain)
+    low, high = axes.get_xlim()
+    axes.set_xticks([each for each in RATIOS if low <= each <= high])
     axes.set_xlabel("ours over published")
     axes.grid(visible=True, axis="x", alpha=0.3)
     axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=2)

@@ -198,7 +198,12 @@ def outputs(paper: Published, options: Options) -> Iterator[Figure | Curve]:
         for name in names:
             value = rate(of, name, requests, BUDGETS[0]) / whole
             over[name].append((max(output / prompt, 1 / 64), value))
-    yield Curve("requests/s over those of phases", "tokens out for a token in", "ratio", over)
+    yield Curve(
+        "requests/s over those of phases",
+        "tokens out for a token in (1/64: one token)",
+        "ratio",
+        over,
+    )
     notes = "Published without numbers: "
     first = {name: points[0][1] for name, points in over.items()}
     what = "70B, 8 x A10, 3,000 in, 1 out: {} over phases"
