@@ -16,7 +16,8 @@ from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.metric import Metric
 from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState
-from shiftjax.sizing import target_sizes
+from shiftjax.sizing import size_stats, target_sizes
+from shiftjax.sizing.size_stats import SizeStats
 from shiftjax.sizing.target_sizes import TargetStats
 
 
@@ -28,6 +29,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))
     yield from target_sizes.metrics(stats.find(TargetStats))
+    yield from size_stats.metrics(stats.find(SizeStats))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
 
@@ -35,9 +37,10 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
 def page_parts(stats: EngineStats) -> dict[str, Any]:
     """What the page shows of each, as plain values by its name; None: it is off."""
     drafts, fleet = stats.find(DraftStats), stats.find(FleetState)
-    sizes = stats.find(TargetStats)
+    sizes, told = stats.find(TargetStats), stats.find(SizeStats)
     return {
         "drafts": None if drafts is None else drafts.by_drafter,
         "fleet": None if fleet is None else fleet_state.page_part(fleet),
+        "step_sizes": None if told is None else size_stats.page_part(told),
         "sizes": None if sizes is None else target_sizes.page_part(sizes),
     }

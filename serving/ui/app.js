@@ -44,6 +44,7 @@ function tiles(data) {
   set("good", ended ? `${whole(100 * good / ended)} %` : "\u2013", ended ? `${rate(good)} of ${rate(ended)} requests/s` : "no request ended");
   const { sizes } = data; // by what decided them, and the last that targets did
   $("goodput").title = sizes?.last ? `Targets chose the size of ${whole(sizes.targets)} of ${whole(sizes.cost + sizes.targets)} steps. The last one: ${sizes.last}.` : "";
+  $("steps").title = data.step_sizes?.last ?? ""; // what the last step with prompts takes, and would
   set("switches", whole(load.switches), `${whole(sum("switches", 0))} in ${span === 60 ? "1 min" : "10 min"}`);
 }
 

@@ -6,9 +6,9 @@ of its kind have taken. `drain.py` has the formulas.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shiftjax.core.policy import Policy, work_of
 from shiftjax.core.request import StepPlan
@@ -18,7 +18,8 @@ from shiftjax.costs.step_times import StepKind, StepTimes, kind_of, predicted
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Mode
-from shiftjax.sizing.drain import Queue, best_size
+from shiftjax.sizing.drain import Queue, best_size, candidates
+from shiftjax.sizing.size_stats import SizeStats
 
 ARRIVALS = 0.2  # share of the recent rate that is taken to go on
 PATIENCE = 2.0  # times what its prompt takes to compute, for which a request may be passed
@@ -72,6 +73,7 @@ class CostSizes(StepSizes):
         self.answer = FIRST_ANSWER  # tokens, of those that have ended: a moving mean
         self.prompt = 0.0  # tokens that are not known already, of those that have come
         self.times = StepTimes()
+        self.told = SizeStats()
         self._policy, self._modes, self._costs = policy, modes, costs
         self._arrivals: deque[float] = deque(maxlen=RECENT)
         self._padded: dict[tuple[int, int], tuple[int, int]] = {}
@@ -136,7 +138,16 @@ class CostSizes(StepSizes):
 
     def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
         """Return the size, of steps that take `seconds(index of a size, prompt tokens)`."""
-        return best_size(self.sizes, demand.most, queue, seconds)
+        found = candidates(self.sizes, demand.most, queue, seconds)
+        if not found:
+            return demand.most
+        best = min((each for each in found if each.keeps), key=lambda each: each.sized.cost)
+        self.told.count(self.sizes, queue, found, best, seconds)
+        return min(demand.most, self.sizes[best.index])
+
+    def states(self) -> Iterator[Any]:
+        """Return the counters."""
+        yield self.told
 
     def _depth(self, demand: Demand) -> int:
         """How many steps with prompts are in the stages of a pipeline at once.

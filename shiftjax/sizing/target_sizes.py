@@ -82,8 +82,9 @@ class TargetSizes(CostSizes):
         self.targets = targets
         self.stats = TargetStats()
 
-    def states(self) -> Iterator[TargetStats]:
+    def states(self) -> Iterator[Any]:
         """Return the counters."""
+        yield from super().states()
         yield self.stats
 
     def best(self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]) -> int:
@@ -105,6 +106,7 @@ class TargetSizes(CostSizes):
         if best is not usual:
             size, of_usual = self.sizes[best.index], self.sizes[usual.index]
             self.stats.last = Decision(size, num, of_usual, usual_missed)
+        self.told.count(self.sizes, queue, found, best, seconds)
         return min(demand.most, self.sizes[best.index])
 
     def _missed(

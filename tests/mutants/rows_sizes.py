@@ -8,6 +8,7 @@ SEAM = "shiftjax/core/step_sizes.py"
 ENGINE = "shiftjax/core/engine.py"
 SCHEDULER = "shiftjax/core/scheduler.py"
 TABLES = "shiftjax/core/block_tables.py"
+TOLD = "shiftjax/sizing/size_stats.py"
 PRICES = "shiftjax/fleet/step_prices.py"
 ASSEMBLY = "shiftjax/assembly.py"
 MISSES = "shiftjax/sizing/misses.py"
@@ -17,6 +18,7 @@ TEST_DRAIN = ("tests/sizing/test_drain.py",)
 TEST_SIZES = ("tests/sizing/test_cost_sizes.py",)
 TEST_PIPELINES = ("tests/sizing/test_pipeline_sizes.py",)
 TEST_FLEET = ("tests/sim/test_sim_fleet.py",)
+TEST_TOLD = ("tests/sizing/test_size_stats.py",)
 TEST_SEAM = ("tests/core/test_step_sizes.py",)
 TEST_MISSES = ("tests/sizing/test_misses.py",)
 TEST_TARGETS = ("tests/sizing/test_target_sizes.py",)
@@ -84,6 +86,11 @@ ROWS: tuple[Mutant, ...] = (
         "other micro-batches wait for nothing", "sizes", SCHEDULER,
         "demand = demand._replace(num_others=others)", "pass",
         TEST_PIPELINES, "all decodes wait behind the chunks of one micro-batch",
+    ),
+    Mutant(
+        "the guard is not told", "sizes", TOLD,
+        'return "guard" if cheaper else "least"', 'return "least"',
+        TEST_TOLD, "nobody sees why steps are large",
     ),
     Mutant(
         "a fleet prices the largest steps", "sizes", PRICES,
