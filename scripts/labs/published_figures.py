@@ -114,7 +114,7 @@ def of_table(name: str) -> list[dict[str, Any]]:
 def write_bands(rows: list[dict[str, Any]]) -> None:
     """Renew the errors that bands are made of."""
     with BANDS.open("w", encoding="utf-8", newline="") as file:
-        names = ("system", "metric", "error", "what")
+        names: list[str] = ["system", "metric", "error", "what"]
         writer = csv.DictWriter(file, names, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

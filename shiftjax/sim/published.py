@@ -154,7 +154,7 @@ def _figure(row: Mapping[str, str], path: Path, where: str) -> Figure:
     try:
         texts = [row[name] for name in Run._fields[:10]]
         counts = [int(row[name]) for name in ("requests", "input", "output")]
-        run = Run(*texts, *counts, float(row["cv"]))
+        run = Run._make([*texts, *counts, float(row["cv"])])
         if run.machine.endswith(".yaml"):  # beside the table
             run = run._replace(machine=str(path.parent / run.machine))
         figure = Figure(run, row["metric"], float(row["value"]))
