@@ -54,13 +54,14 @@ def parse_classes(text: str) -> tuple[tuple[int, Target], ...]:
     found: dict[int, Target] = {}
     for entry in text.split(","):
         priority, _, pair = entry.strip().partition(":")
+        wrong = f"must be PRIORITY:TTFT/TPOT, with commas, got {shown(entry)}"
         try:
             ttft, tpot = map(_seconds, pair.split("/"))
             number = int(priority)
         except ValueError:
-            number = None
-        if number is None or number in found:
-            raise ValueError(f"must be PRIORITY:TTFT/TPOT, with commas, got {shown(entry)}")
+            raise ValueError(wrong) from None
+        if number in found:
+            raise ValueError(wrong)
         found[number] = Target(ttft, tpot)
     return tuple(sorted(found.items()))
 

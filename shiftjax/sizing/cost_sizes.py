@@ -143,7 +143,7 @@ class CostSizes(StepSizes):
             return demand.most
         best = min((each for each in found if each.keeps), key=lambda each: each.sized.cost)
         self.told.count(self.sizes, queue, found, best, seconds)
-        return min(demand.most, self.sizes[best.index])
+        return min(demand.most, self.sizes[best.place])
 
     def states(self) -> Iterator[Any]:
         """Return the counters."""

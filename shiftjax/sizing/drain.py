@@ -56,7 +56,7 @@ class Sized(NamedTuple):
 class Candidate(NamedTuple):
     """A size that a step could have, and what steps of it come to."""
 
-    index: int  # of the size
+    place: int  # of the size among all
     sized: Sized
     keeps: bool  # first tokens come no later than the slack allows
 
@@ -72,7 +72,7 @@ def best_size(
     kept = [each for each in candidates(sizes, most, queue, seconds) if each.keeps]
     if not kept:
         return most
-    return min(most, sizes[min(kept, key=lambda each: each.sized.cost).index])
+    return min(most, sizes[min(kept, key=lambda each: each.sized.cost).place])
 
 
 def candidates(

@@ -71,16 +71,16 @@ class SizeStats:
     ) -> None:
         """Count the choice of `best` among what was `found`, the largest first."""
         largest, total = found[0], queue.ends[-1] + queue.more_tokens
-        room = [min(sizes[each.index] - queue.num_decodes, total) for each in (best, largest)]
+        room = [min(sizes[each.place] - queue.num_decodes, total) for each in (best, largest)]
         self.last = Choice(
-            sizes[best.index],
-            queue.depth * seconds(best.index, room[0]),
-            sizes[largest.index],
-            queue.depth * seconds(largest.index, room[1]),
+            sizes[best.place],
+            queue.depth * seconds(best.place, room[0]),
+            sizes[largest.place],
+            queue.depth * seconds(largest.place, room[1]),
             queue.num_decodes + queue.num_others,
             best.sized.first / largest.sized.first - 1,
         )
-        self.steps[sizes[best.index], _reason(found, best)] += 1
+        self.steps[sizes[best.place], _reason(found, best)] += 1
         self.avoided_seconds += self.last.num_decodes * max(0.0, self.last.delay)
 
 

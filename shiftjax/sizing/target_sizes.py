@@ -104,10 +104,10 @@ class TargetSizes(CostSizes):
                     best, num, least = each, other, cost
         self.stats.decided["cost" if best is usual else "targets"] += 1
         if best is not usual:
-            size, of_usual = self.sizes[best.index], self.sizes[usual.index]
+            size, of_usual = self.sizes[best.place], self.sizes[usual.place]
             self.stats.last = Decision(size, num, of_usual, usual_missed)
         self.told.count(self.sizes, queue, found, best, seconds)
-        return min(demand.most, self.sizes[best.index])
+        return min(demand.most, self.sizes[best.place])
 
     def _missed(
         self, demand: Demand, queue: Queue, seconds: Callable[[int, int], float]
@@ -125,8 +125,8 @@ class TargetSizes(CostSizes):
         alone = seconds(size_alone(sizes, queue.num_decodes), 0)
 
         def missed(each: Candidate) -> float:
-            p = sizes[each.index] - queue.num_decodes
-            steps = Steps(p, seconds(each.index, min(p, total)), alone, each.sized.drain)
+            p = sizes[each.place] - queue.num_decodes
+            steps = Steps(p, seconds(each.place, min(p, total)), alone, each.sized.drain)
             return num_missed(owed, ends, coming, steps)
 
         return missed
