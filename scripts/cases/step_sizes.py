@@ -114,7 +114,7 @@ def _num_steps(built: Built) -> int:
 def predicted(config: EngineConfig, built: Built, requests: Sequence[TraceRequest]) -> Row:
     """The same run in a replay on the machine's constants."""
     deployment = built.deployment
-    target = target_of(config, deployment.layout.model, config.scheduler.machine)
+    target = target_of(config, deployment.layout.model, config.scheduler.machine or "cpu")
     here = replace(target.machine, num_devices=deployment.grid.num_devices)
     target = replace(target, machine=here, formats=deployment.formats)
     run = replay(requests, target, deployment)
