@@ -84,8 +84,8 @@ def test_ends_of_unlike_steps_teach_nothing(monkeypatch):
 
 
 TRAFFIC = {
-    "chat": (lambda: poisson(10, 8, 600, 200, 0, 1.0), 0.08),
-    "bursts": (lambda: requests_at(on_off_times(1, 8, 20, 6, 20, 0), 4096, 250, 1.0, 0), 0.1),
+    "chat": (lambda: poisson(10, 8, 600, 200, 0, 1.0), 0.05),
+    "bursts": (lambda: requests_at(on_off_times(1, 8, 20, 6, 20, 0), 4096, 250, 1.0, 0), 0.05),
 }
 
 
