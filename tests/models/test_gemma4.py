@@ -40,11 +40,12 @@ def asked(name: str) -> tuple[list[list[int]], list[list[int]]]:
 CASES = [
     (name, sp, tp, options)
     for name in MODELS
+    for sp, tp, options in ((2, 2, {}), (4, 2, FEW | SWAPS), (1, 8, FEW))
+]
+CASES += [
+    ("gemma4_text", sp, tp, options)
     for sp, tp, options in (
         (1, 1, {}),
-        (2, 2, {}),
-        (4, 2, FEW | SWAPS),
-        (1, 8, FEW),
         (8, 1, FEW | SWAPS),
         (3, 2, FEW),
         (2, 2, {"kv_cache_dtype": "fp8"}),

@@ -63,7 +63,7 @@ def test_the_small_a100_has_the_links_of_its_kind():
     assert slow < quick / 5
 
 
-@pytest.mark.costs(12)
+@pytest.mark.costs(20)
 def test_phases_gain_what_was_published_on_cards_with_pcie():
     found = figures_of("pcie")
     assert count(found).compared == 6

@@ -34,6 +34,7 @@ def total(advice: Advice) -> float:
     return advice.best.rate * advice.best.num_servers
 
 
+@pytest.mark.costs(15)  # the fixture's search
 def test_the_rate_is_kept_with_all_seeds_and_is_the_highest(of_four):
     best = of_four.best
     assert best is not None and best.meets and len(best.measured) == SEEDS

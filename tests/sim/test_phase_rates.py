@@ -154,8 +154,8 @@ def test_phases_gain_where_links_are_slow(machine, least):
 
 def test_who_writes_nothing_needs_no_phases():
     choice = choose_phases(target(), [(3000, 1)] * 2000, HOST)
-    assert choice.chosen is choice.static and choice.static.prefill == Degrees(pp=8)
-    assert choice.reason.startswith("pp8, without phases: pp8:")
+    assert choice.chosen is choice.static and choice.static.prefill == Degrees(dp=2, pp=4)
+    assert choice.reason.startswith("dp2pp4, without phases: dp2pp4:")
     assert choice.lines()[-1] == choice.reason
 
 

@@ -90,6 +90,7 @@ def test_stages_on_several_hosts_hand_over_by_the_network():
     assert costs.send_seconds(Work.prefill(4096)) == pytest.approx(19e-6 + num_bytes / 47e9)
 
 
+@pytest.mark.costs(9)
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
