@@ -49,12 +49,17 @@ def _increasing(values: tuple[int, ...]) -> str | None:
     return f"must be positive and increasing, got {shown(values)}"
 
 
-def _xla_options(text: str) -> str | None:
-    try:
-        _ = text in ("auto", "none") or xla_options(text)
-    except ValueError as error:
-        return str(error)
-    return None
+def _read_by(parse: Callable[[str], Any], *words: str) -> Callable[[str], str | None]:
+    """Return what says why `parse` cannot read a text, which may be one of `words` instead."""
+
+    def check(text: str) -> str | None:
+        try:
+            _ = text in words or parse(text)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    return check
 
 
 def _no_e5m2(text: str) -> str | None:
@@ -76,22 +81,6 @@ def _address(text: str) -> str | None:
     if host and port.isdecimal() and 0 < int(port) < MOST_PORT:
         return None
     return f"must be HOST:PORT with a port below {MOST_PORT}, got {shown(text)}"
-
-
-def _classes(text: str) -> str | None:
-    try:
-        _ = parse_classes(text)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _phases(text: str) -> str | None:
-    try:
-        _ = text == AUTO_PHASES or parse_phases(text)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 @dataclass(frozen=True)
@@ -176,7 +165,7 @@ class ParallelOptions:
         None,
         "offline: prompts and decodes each in degrees of their own, in turns, as in pp8:tp8; auto: "
         "what is predicted to be quickest for a file of requests",
-        check=_phases,
+        check=_read_by(parse_phases, AUTO_PHASES),
     )
     devices: int | None = option(
         None, "devices to use; on CPU that many virtual ones are made", low=1, high=1024
@@ -330,7 +319,7 @@ class SchedulerOptions:
         None,
         "other targets for requests from a priority on, as PRIORITY:TTFT/TPOT, with commas: "
         "1:5/0.2,1000:none/none",
-        check=_classes,
+        check=_read_by(parse_classes),
     )
     step_sizes: Literal["cost", "largest"] = control(
         "cost",
@@ -360,7 +349,7 @@ class CompileOptions:
     gpu_options: str = option(
         "auto",
         "XLA's options of steps on GPUs, as in XLA_FLAGS; auto: a step is one CUDA graph, or none",
-        check=_xla_options,
+        check=_read_by(xla_options, "auto", "none"),
     )
 
 
@@ -406,13 +395,18 @@ class EngineConfig:
         return config
 
     @property
+    def step_tokens(self) -> int | None:
+        """The most tokens of a step that the settings say; None: what suits the devices."""
+        buckets = self.compile.token_buckets
+        return self.scheduler.max_num_batched_tokens or (buckets[-1] if buckets else None)
+
+    @property
     def threshold_tokens(self) -> int | None:
         """The threshold in force: `shift_threshold`, or its default; None: where costs say so."""
         given = self.scheduler.shift_threshold
         if given is not None or self.parallel.gathers:
             return given
-        budget = self.scheduler.max_num_batched_tokens or 2 * DEFAULT_SHIFT_THRESHOLD
-        return min(DEFAULT_SHIFT_THRESHOLD, budget // 2)
+        return min(DEFAULT_SHIFT_THRESHOLD, (self.step_tokens or 2 * DEFAULT_SHIFT_THRESHOLD) // 2)
 
     def flat(self) -> dict[str, Any]:
         """Every setting by its flat name, in the order of the fields."""
@@ -584,6 +578,21 @@ def _pool_holds_a_sequence(
     )
 
 
+def _buckets_hold_the_decodes(
+    token_buckets: tuple[int, ...] | None,
+    max_num_batched_tokens: int | None,
+    max_num_seqs: int | None,
+) -> str | None:
+    if token_buckets is None or max_num_batched_tokens is not None or max_num_seqs is None:
+        return None
+    if token_buckets[-1] >= max_num_seqs:
+        return None
+    return (
+        f"token_buckets end at {token_buckets[-1]}, less than max_num_seqs = {max_num_seqs}: a "
+        "step must hold one token of every sequence"
+    )
+
+
 def _buckets_reach_the_budget(
     token_buckets: tuple[int, ...] | None, max_num_batched_tokens: int | None
 ) -> str | None:
@@ -694,6 +703,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _machine_is_used,
     _host_memory_is_used,
     _pool_holds_a_sequence,
+    _buckets_hold_the_decodes,
     _buckets_reach_the_budget,
     _lookup_is_a_range,
     _model_is_named,

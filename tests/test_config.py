@@ -184,6 +184,10 @@ BROKEN_RULES = [
         "token_buckets end at 512, but a step may have",
     ),
     (
+        {"token_buckets": [64, 128], "max_num_seqs": 512},
+        "token_buckets end at 128, less than max_num_seqs = 512",
+    ),
+    (
         {"machine": "h200x8", "speculation": "suffix", "draft_choice": "fill"}
         | {"controls": {"step_sizes": "largest"}},
         "machine = h200x8 has no meaning",
@@ -316,6 +320,7 @@ def test_the_default_threshold_leaves_room_for_both_modes():
     for tokens, options in (
         (256, {}),
         (50, {"max_num_batched_tokens": 100}),
+        (64, {"token_buckets": [32, 128]}),
         (0, {"shift_threshold": 0}),
         (None, {"weights": "gather"}),  # the costs of the machine say
         (99, {"weights": "gather", "shift_threshold": 99}),

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from shiftjax.config import EngineConfig
+from shiftjax.config import SERVER_BUDGETS, EngineConfig
 
 # Of a device's memory, as JAX has it, which takes 0.75 to 0.95 of a card's: those of 80 GB.
 LARGE_BYTES = 50 * 2**30
@@ -17,7 +17,7 @@ class Budgets(NamedTuple):
 
 OF_CPUS = Budgets(64, 1024)
 OF_GPUS = Budgets(256, 2048)
-OF_LARGE_GPUS = Budgets(256, 8192)
+OF_LARGE_GPUS = Budgets(**SERVER_BUDGETS)
 
 
 def budgets_for(is_cpu: bool, total_bytes: int) -> Budgets:
@@ -35,8 +35,6 @@ def chosen_budgets(config: EngineConfig, suited: Budgets) -> Budgets:
 
     `token_buckets` without a number of tokens say it: their last.
     """
-    tokens, seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    if tokens is None:
-        buckets = config.compile.token_buckets
-        tokens = buckets[-1] if buckets else max(suited.max_num_batched_tokens, seqs or 0)
+    seqs = config.scheduler.max_num_seqs
+    tokens = config.step_tokens or max(suited.max_num_batched_tokens, seqs or 0)
     return Budgets(seqs or min(suited.max_num_seqs, tokens), tokens)
