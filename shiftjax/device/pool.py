@@ -237,17 +237,3 @@ def _assemble(buffers: Sequence[FlatPools], mesh: Mesh) -> FlatPools:
         return make((num_blocks, elements * len(parts)), sharding, list(parts))
 
     return jax.tree.map(array, *buffers)
-
-
-def copy_blocks(pools: Pools, copies: Int[Array, "copies 2"], caches: Caches) -> Pools:
-    """Copy the contents of blocks to new blocks, `(block, new block)`, in all layers.
-
-    Pairs with the null block are padding and come last. As many turns of a loop as there are
-    copies: a step without any pays for none, and the pools stay where they are.
-    """
-
-    def copy(i: Int[Array, ""], pools: Pools) -> Pools:
-        old, new = copies[i, :1], copies[i, 1:]
-        return write_blocks(pools, caches, new, read_blocks(pools, caches, old))
-
-    return jax.lax.fori_loop(0, jnp.count_nonzero(copies[:, 1]), copy, pools)

@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shiftjax.sim.advice import Advice
-from shiftjax.sim.report import new_axes
+from shiftjax.sim.report import finish, new_axes
 from shiftjax.sim.servers import Server
 from shiftjax.sim.trials import Trial, measure_at
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FACTORS = (0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)  # of the planned rate
@@ -86,7 +85,7 @@ def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
     axes.axhline(limits.percentile / 100, color="black", ls=":", label=f"{limits.percentile}%")
     axes.set_ylim(0, 1.03)
     axes.set_xlim(left=0)
-    _finish(axes, "requests/s of all servers", "share inside both limits")
+    finish(axes, "requests/s of all servers", "share inside both limits")
     return figure
 
 
@@ -112,12 +111,5 @@ def pareto(trials: Sequence[Trial]) -> "Figure":
     axes.margins(x=0.15, y=0.15)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    _finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device")
+    finish(axes, "tokens/s of a user (1 / time per token)", "tokens/s of a device")
     return figure
-
-
-def _finish(axes: "Axes", x: str, y: str) -> None:
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(visible=True, alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

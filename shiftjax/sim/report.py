@@ -182,7 +182,7 @@ def frontier(rows: Sequence[Mapping[str, Any]]) -> "Figure":
     for name, points in _by_name(rows).items():
         x = [point["tokens_per_second"] for point in points]
         axes.plot(x, [point["completion_p50_seconds"] for point in points], "o-", label=name)
-    _finish(axes, "tokens/s (input and output)", "median completion, s", log=True)
+    finish(axes, "tokens/s (input and output)", "median completion, s", log=True)
     return figure
 
 
@@ -196,7 +196,7 @@ def side_by_side(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> "
             label = "predicted" if kind else "measured"
             axes.bar([place + shift for place in places], heights, 0.4, label=label)
         axes.set_xticks(places, [row["name"] for row in rows])
-        _finish(axes, "", column.replace("_", " "))
+        finish(axes, "", column.replace("_", " "))
     return figure
 
 
@@ -208,7 +208,7 @@ def percentiles_by_rate(rows: Sequence[Mapping[str, Any]], metric: str) -> "Figu
         for name, points in _by_name(rows).items():
             values = [point[f"{metric}_p{percentile}_seconds"] for point in points]
             axes.plot([point[load] for point in points], values, "o-", label=name)
-        _finish(axes, label, f"{metric} p{percentile}, s", log=True)
+        finish(axes, label, f"{metric} p{percentile}, s", log=True)
     return figure
 
 
@@ -236,7 +236,7 @@ def time_lines(replays: Sequence[Replay], seconds: float = 5.0) -> "Figure":
         for each in (axes, strip):
             each.set_xlim(0, math.ceil(end / seconds) * seconds)
         axes.set_title(replay.deployment.name)
-        _finish(axes, "", "tokens/s")
+        finish(axes, "", "tokens/s")
     return figure
 
 
@@ -251,7 +251,7 @@ def unit_strips(replay: Replay) -> "Figure":
             axes.broken_barh([(begin, end - begin)], place, facecolors=[shades[group.width]])
     for width, shade in shades.items():
         axes.barh(0, 0, color=[shade], label=f"groups of {width}")
-    _finish(axes, "s", "unit")
+    finish(axes, "s", "unit")
     return figure
 
 
@@ -265,7 +265,7 @@ def phase_strips(replays: Sequence[Replay]) -> "Figure":
             label = name if number == 0 else None
             axes.broken_barh(spans, (number - 0.4, 0.8), facecolors=colour, label=label)
     axes.set_yticks(range(len(names)), names)
-    _finish(axes, "s", "")
+    finish(axes, "s", "")
     return figure
 
 
@@ -282,7 +282,7 @@ def breakdown_bars(rows: Sequence[Mapping[str, Any]]) -> "Figure":
             axes.bar(contexts, share, bottom=bottom, label=kind)
             bottom = [a + b for a, b in zip(bottom, share, strict=True)]
         axes.set_title(label)
-        _finish(axes, "tokens of context", "share of the step")
+        finish(axes, "tokens of context", "share of the step")
     return figure
 
 
@@ -296,7 +296,7 @@ def memory_bars(estimates: Sequence[Estimate]) -> "Figure":
         widths = [row[kind] for row in rows]
         axes.barh(names, widths, left=left, label=kind.removesuffix("_gb"))
         left = [a + b for a, b in zip(left, widths, strict=True)]
-    _finish(axes, "GB per device", "")
+    finish(axes, "GB per device", "")
     return figure
 
 
@@ -318,11 +318,12 @@ def roofline(costs: CostModel, counts: Sequence[int] = (1, 8, 64, 256, 1024, 819
     heights = [min(peak, x * machine.memory_bytes_per_second) for x in roof]
     axes.plot(roof, heights, "k--", label=machine.name)
     axes.set_xscale("log")
-    _finish(axes, "FLOP per byte of weights", "FLOP/s per device", log=True)
+    finish(axes, "FLOP per byte of weights", "FLOP/s per device", log=True)
     return figure
 
 
-def _finish(axes: "Axes", x: str, y: str, *, log: bool = False) -> None:
+def finish(axes: "Axes", x: str, y: str, *, log: bool = False) -> None:
+    """Name the axes, and draw grid and legend; `log`: a logarithmic y axis, where it can be."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(visible=True, alpha=0.3)
