@@ -75,7 +75,7 @@ def resolve(
     budgets = chosen_budgets(config, devices.budgets)
     tokens = budgets.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(tokens, suited.few_tokens)
-    if config.compile.token_buckets is None and not scheduler.targets.are_none:
+    if config.compile.token_buckets is None and scheduler.chooses_for_targets:
         sizes = with_halfway(sizes)  # the largest that keeps to a target is rarely a doubled one
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
     widths: tuple[int, ...] = ()

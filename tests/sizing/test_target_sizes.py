@@ -157,6 +157,8 @@ def test_with_targets_there_are_sizes_between_others():
     assert set(found[0]) < set(found[1])
     given = deploy(TARGET, "cost,target_ttft=1", token_buckets=(512, 8192))
     assert given.step_sizes == (512, 8192)
+    largest = deploy(TARGET, "cost,target_ttft=1,step_sizes=largest")
+    assert largest.step_sizes == found[0]  # nobody chooses among more
 
 
 def test_what_is_told():
