@@ -14,7 +14,7 @@ The number of tiles depends on the sizes, but it has a bound that does not.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, Real, UInt8
 
 
 class Routed(NamedTuple):
@@ -29,17 +29,25 @@ class ExpertWeights(NamedTuple):
 
     Bfloat16, float32, or float8_e4m3fn codes, of which the weight is code * scale; scales are None
     without codes. Biases, of the type of x, are None where there are none.
+
+    Or four bits, two in a byte: uint8 `[experts, out, in / 2]`, input 2i in the lower bits of byte
+    i. Their scales are of groups of inputs, `[experts, groups, out]`: uint8, a power of two less
+    127, of e2m1 codes; or float32, and the weight is (code - zero) * scale, with a zero of 8 or
+    zeros, 0 to 16, uint8 of the same shape.
     """
 
-    gate: Float[Any, "experts width hidden"]
-    up: Float[Any, "experts width hidden"]
-    down: Float[Any, "experts hidden width"]
-    gate_scale: Float[Any, "experts width"] | None = None
-    up_scale: Float[Any, "experts width"] | None = None
-    down_scale: Float[Any, "experts hidden"] | None = None
+    gate: Real[Any, "experts width hidden"]
+    up: Real[Any, "experts width hidden"]
+    down: Real[Any, "experts hidden width"]
+    gate_scale: Real[Any, "experts ..."] | None = None
+    up_scale: Real[Any, "experts ..."] | None = None
+    down_scale: Real[Any, "experts ..."] | None = None
     gate_bias: Float[Any, "experts width"] | None = None
     up_bias: Float[Any, "experts width"] | None = None
     down_bias: Float[Any, "experts hidden"] | None = None
+    gate_zero: UInt8[Any, "experts groups width"] | None = None
+    up_zero: UInt8[Any, "experts groups width"] | None = None
+    down_zero: UInt8[Any, "experts groups hidden"] | None = None
 
 
 class Gate(NamedTuple):

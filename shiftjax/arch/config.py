@@ -128,11 +128,14 @@ class Speculator:
 
 @dataclass(frozen=True)
 class Codes:
-    """A checkpoint whose layers have matrices as e4m3 codes, and not as plain numbers."""
+    """A checkpoint whose layers have matrices as codes, and not as plain numbers."""
 
     plain: tuple[str, ...] = ()  # those that it has plain all the same: `Weight.source` of each
     are_made_anew: bool = False  # at load, because its scales are none of output channels
     have_input_scales: bool = False  # of activations, one a matrix; else those of every token
+    format: str = "fp8"  # a name of `arch.formats`
+    group: int = 0  # of four bits: inputs that share a scale; 0: all of an output channel's
+    has_zeros: bool = False  # of four bits: groups have zero points
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a ten
 
 
 Plain = Literal["matrix", "table", "norm", "head_norm", "bias", "correction"]
-Kind = Plain | Literal["codes", "scale", "input_scale", "kv_scale"]
+Kind = Plain | Literal["codes", "scale", "scales", "zeros", "input_scale", "kv_scale"]
 
 
 def of_shape(axis: str, heads: int) -> str:
@@ -46,7 +46,8 @@ class Weight(NamedTuple):
 
     A `table` is the embedding or the LM head; a `head_norm` is a norm that checkpoints have as
     `[heads, head_dim]`; a `correction` is float32 in every format. `codes` are a quantised matrix,
-    `scale` what they are in units of and `input_scale` what its inputs are (`parallel/stored.py`).
+    `scale` what they are in units of and `input_scale` what its inputs are; `scales` and `zeros`
+    are those of groups of inputs (`parallel/stored.py`).
     """
 
     name: str  # the path to it in its module: layers.0.attention.q

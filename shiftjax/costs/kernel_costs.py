@@ -69,18 +69,21 @@ class KernelCosts(NamedTuple):
 
     @property
     def product_format(self) -> str:
-        """What products are computed in: the weights' format, if the machine has such products."""
-        is_native = self.formats.weights in self.machine.matmul_flops  # else weights are widened
-        return self.formats.weights if is_native else self.formats.activations
+        """What experts are multiplied in: the weights' format, if the machine has such products."""
+        return self._computed_in(self.formats.weights)
+
+    def _computed_in(self, stored: str) -> str:
+        """Return the format of products with weights of one; widened, if there is no such."""
+        return stored if stored in self.machine.matmul_flops else self.formats.activations
 
     def moved(self, num_bytes: float) -> float:
         """Seconds of reading and writing so many bytes, all in all."""
         return num_bytes / self.memory_rate * self.queueing
 
     def product(self, rows: float, inner: int, columns: int) -> float:
-        """Seconds of a product with a weight of the layers."""
-        sizes = Product(rows, inner, columns)
-        return self._product(sizes, self.formats.weights, self.product_format)
+        """Seconds of a product with a weight of the layers that is no expert's."""
+        sizes, stored = Product(rows, inner, columns), self.formats.dense
+        return self._product(sizes, stored, self._computed_in(stored))
 
     def head(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of the LM head's: its weight has the activations' format, logits are float32."""
@@ -108,7 +111,7 @@ class KernelCosts(NamedTuple):
 
     def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
         """How `pallas_kernels` cut the products of a device's experts, with so many pairs each."""
-        units, size = self.machine.compute_units, math.ceil(self.formats.weight_bytes)
+        units, size = self.machine.compute_units, FORMATS[self.formats.weights].dtype.itemsize
         products = products_of(inner, hidden, size)
         return CutExperts(products, count_parts(products, mean_pairs, own, units), units)
 
@@ -123,9 +126,9 @@ class KernelCosts(NamedTuple):
     ) -> float:
         rows, inner, columns, count = product
         computing = matmul_seconds(self.machine, rows, inner, columns, fmt, count) / share
-        width = FORMATS[stored].num_bytes
-        output = output or self.formats.activation_bytes
-        num_bytes = (inner * columns + rows * inner) * width + rows * columns * output
+        width, output = FORMATS[stored].num_bytes, output or self.formats.activation_bytes
+        own = self.formats.activation_bytes if FORMATS[stored].is_packed else width  # of inputs
+        num_bytes = inner * columns * width + rows * (inner * own + columns * output)
         fixed = self.machine.product_seconds * self.queueing
         return fixed + self._together(computing, count * num_bytes / self.memory_rate / reading)
 

@@ -32,11 +32,11 @@ def quantising(
     `kernels` are an engine's `quantising_kernels`; without any, its norms and activations quantise
     in passing.
     """
-    if not kernels or not FORMATS[formats.weights].has_scales:
+    if not kernels or not formats.has_codes_of_inputs:
         return Quantising()
     model, ways, local = layout.model, layout.ways(mode), num_tokens // mode.sp
     blocks = layout.shard_rows("blocks", mode)
-    plain, codes = formats.activation_bytes, formats.weight_bytes
+    plain, codes = formats.activation_bytes, FORMATS[formats.weights].dtype.itemsize
     heads, inner = layout.num_heads * model.head_dim // ways, layout.intermediate_size // ways
     num_bytes = heads * (2 * plain + codes) + inner * (plain + codes)
     if blocks > 1:

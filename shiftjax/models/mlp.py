@@ -50,6 +50,9 @@ class OwnExperts(Part):
     gate_bias: nnx.Param  # with experts.has_bias
     up_bias: nnx.Param
     down_bias: nnx.Param
+    gate_zero: nnx.Param  # of four bits, with zero points
+    up_zero: nnx.Param
+    down_zero: nnx.Param
 
     @property
     def weights(self) -> ExpertWeights:

@@ -6,7 +6,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.models.four_bits import is_packed
 from shiftjax.models.products import Matrix, project_in, project_out
+from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
 
 Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
@@ -22,18 +24,24 @@ class Part(nnx.Module):
 
     def _out(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
-        values, scale = getattr(self, name)[...], self._scale(name)
-        matrix = Matrix(values.reshape(-1, values.shape[-1]), scale, self._scale(name, INPUTS))
+        values = getattr(self, name)[...]
+        matrix = self._matrix(name, values.reshape(-1, values.shape[-1]))
         return project_out(x, matrix).reshape(x.shape[0], *values.shape[:-1])
 
     def _in(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "tokens out"]:
         """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
-        values, scale = getattr(self, name)[...], self._scale(name)
-        if scale is None:
+        values = getattr(self, name)[...]
+        if not hasattr(self, f"{name}{SCALE}"):
             values = values.reshape(-1, values.shape[-1])
-        return project_in(x, Matrix(values, scale, self._scale(name, INPUTS)))
+        return project_in(x, self._matrix(name, values))
 
-    def _scale(self, name: str, suffix: str = SCALE) -> Float[Array, " out"] | None:
-        """Return what a matrix is in units of, or its inputs; None: they have no such scale."""
-        scale = getattr(self, f"{name}{suffix}", None)
-        return None if scale is None else scale[...].reshape(-1)
+    def _matrix(self, name: str, values: Array) -> Matrix:
+        """Return a matrix with its scales, and with what its inputs are in units of, if it is."""
+        parts = (getattr(self, f"{name}{suffix}", None) for suffix in (SCALE, INPUTS, ZERO))
+        scale, inputs, zero = (None if each is None else each[...] for each in parts)
+        if not is_packed(values):
+            scale = None if scale is None else scale.reshape(-1)
+        elif values.ndim == 2 and scale is not None:  # column-parallel, perhaps of heads
+            scale = scale.reshape(-1, scale.shape[-1])
+            zero = None if zero is None else zero.reshape(scale.shape)
+        return Matrix(values, scale, inputs, zero)

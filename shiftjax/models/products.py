@@ -1,4 +1,6 @@
-"""Products with a layer's matrices, which are plain numbers or e4m3 codes in units of a scale.
+"""Products with a layer's matrices, which are plain numbers or codes in units of a scale.
+
+Codes are e4m3, as are their inputs then; those of four bits are widened (`four_bits.py`).
 
 Scales are of what is contracted: of a weight's output channel, of a token's activations, or of the
 part of them that one device has where all devices split them (a block). So neither the other tokens
@@ -14,6 +16,7 @@ from jaxtyping import Array, Float, Float8e4m3fn
 
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
+from shiftjax.models.four_bits import is_packed, packed_product
 
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
@@ -24,8 +27,9 @@ class Matrix(NamedTuple):
     """A weight as a device has it in a step; see `parallel/stored.py`."""
 
     values: Array  # `[out, in]`; row-parallel ones `[in, out]`, or codes `[blocks, out, in]`
-    scale: Float[Array, " out"] | None = None  # None: the values are plain
+    scale: Array | None = None  # `[out]`; of four bits as they are stored; None: values are plain
     inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each row's own
+    zero: Array | None = None  # of four bits: zero points, as scales; None: 8
 
 
 def quantise(
@@ -67,6 +71,8 @@ def project_out(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "t
     """Multiply by a column-parallel matrix."""
     if matrix.scale is None:
         return jnp.einsum("ti,oi->to", x, matrix.values)
+    if is_packed(matrix.values):
+        return packed_product(x, matrix.values, matrix.scale, matrix.zero).astype(x.dtype)
     codes, scale = _activations(x, matrix)
     out = _product(codes, matrix.values) * scale[:, None]
     return (out * matrix.scale[None]).astype(x.dtype)
@@ -77,9 +83,23 @@ def project_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "to
     if matrix.scale is None:
         return jnp.einsum("ti,io->to", x, matrix.values)
     blocks = matrix.values
+    if is_packed(blocks):
+        return _packed_in(x, matrix).astype(x.dtype)
     codes, scale = _activations(x.reshape(x.shape[0], blocks.shape[0], -1), matrix)
     parts = [_product(codes[:, i], blocks[i]) * scale[:, i, None] for i in range(blocks.shape[0])]
     return (sum(parts[1:], parts[0]) * matrix.scale[None]).astype(x.dtype)
+
+
+def _packed_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
+    """Multiply by blocks of four bits, float32; their scales are `[blocks, groups, out]`."""
+    blocks, scale, zero = matrix.values, matrix.scale, matrix.zero
+    assert scale is not None
+    x = x.reshape(x.shape[0], blocks.shape[0], -1)
+    parts = [
+        packed_product(x[:, i], blocks[i], scale[i].T, None if zero is None else zero[i].T)
+        for i in range(blocks.shape[0])
+    ]
+    return sum(parts[1:], parts[0])
 
 
 def _activations(

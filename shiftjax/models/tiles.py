@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
 from shiftjax.arch.config import Activation
+from shiftjax.models.four_bits import is_packed
 from shiftjax.models.products import Matrix, gate_with, project_out
 
 TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
@@ -50,8 +51,11 @@ def _gated_mlp(
     """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
 
     def multiply(x: jax.Array, name: str) -> jax.Array:
-        values, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
-        out = project_out(x, Matrix(values[expert], None if scale is None else scale[expert]))
+        parts = (getattr(weights, f"{name}{suffix}") for suffix in ("", "_scale", "_zero"))
+        values, scale, zero = (None if each is None else each[expert] for each in parts)
+        if is_packed(values):  # `[groups, out]` to `[out, groups]`, as of a column-parallel matrix
+            scale, zero = (None if each is None else each.T for each in (scale, zero))
+        out = project_out(x, Matrix(values, scale, zero=zero))
         bias = getattr(weights, f"{name}_bias")
         return out if bias is None else out + bias[expert][None]
 

@@ -1,4 +1,4 @@
-"""Weights as devices store them: padded for a layout, matrices perhaps as 8-bit codes. No JAX.
+"""Weights as devices store them: padded for a layout, matrices perhaps as codes. No JAX.
 
 A quantised matrix is `codes` (e4m3) and a `scale` for each output channel, float32: a number is its
 code times the scale. How it is stored follows from the way that devices split it:
@@ -10,14 +10,16 @@ code times the scale. How it is stored follows from the way that devices split i
 
 A block is the part of the inputs that one device has where all of them split it, so a shard of any
 mode is some whole blocks, and the contraction is the innermost dimension in both: what the fp8
-instructions of GPUs want, and nothing is transposed in a step.
+instructions of GPUs want, and nothing is transposed in a step. Codes of four bits: `four_bits.py`.
 """
 
 import numpy as np
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
+from shiftjax.options import ConfigError
+from shiftjax.parallel.four_bits import packed_parts
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
@@ -28,30 +30,41 @@ _MLPS = ("intermediate", "wide_intermediate", "shared_intermediate")
 _SPLIT = ("heads", "kv_heads", *_MLPS, "experts")
 
 
-def can_be_codes(weight: Weight) -> bool:
-    """Whether a weight can be stored as codes: the matrices that devices split.
+def can_be_codes(weight: Weight, name: str = "fp8") -> bool:
+    """Whether a weight can be stored as codes of a format: the matrices that devices split.
 
     Those that they hold whole are small: routers, and the projections of a speculator.
     """
-    return weight.kind == "matrix" and weight.split in _SPLIT
+    split = ("experts",) if FORMATS[name].of_experts else _SPLIT
+    return weight.kind == "matrix" and weight.split in split
 
 
-def is_quantised(weight: Weight, model: ModelConfig) -> bool:
-    """Whether a weight becomes codes where there are any; what a checkpoint has plain stays so."""
-    plain = model.codes.plain if model.codes else ()
-    return can_be_codes(weight) and weight.parts[0].source not in plain
+def codes_in(model: ModelConfig, formats: Formats) -> Codes | None:
+    """Return the checkpoint's codes if they are of the weights' format; None: it has none such."""
+    codes = model.codes
+    return codes if codes is not None and codes.format == formats.weights else None
+
+
+def is_quantised(weight: Weight, model: ModelConfig, formats: Formats) -> bool:
+    """Whether a weight is stored as codes; what a checkpoint has plain beside codes stays so."""
+    if not FORMATS[formats.weights].has_scales:
+        return False
+    codes = codes_in(model, formats)
+    plain = codes.plain if codes else ()
+    return can_be_codes(weight, formats.weights) and weight.parts[0].source not in plain
 
 
 def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """Every weight of the layout's model as devices store it, in the order of the model's.
 
-    With the scales of a KV cache of codes.
+    With the scales of a KV cache of codes. Raises ConfigError for four bits that the checkpoint has
+    not, and where a shard would cut a group of them.
     """
     stored: list[Weight] = []
     for weight in weights_of(layout.model):
         plain = layout.stored(weight)
-        if FORMATS[formats.weights].has_scales and is_quantised(weight, layout.model):
-            stored += quantised(plain, layout)
+        if is_quantised(weight, layout.model, formats):
+            stored += quantised(plain, layout, formats)
         else:
             stored.append(plain)
     if FORMATS[formats.kv].has_scales:
@@ -59,9 +72,14 @@ def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     return tuple(stored)
 
 
-def quantised(plain: Weight, layout: Layout) -> tuple[Weight, ...]:
+def quantised(plain: Weight, layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """The codes of a stored matrix, their scale, and that of its inputs where there is one."""
-    codes = layout.model.codes
+    codes = codes_in(layout.model, formats)
+    if FORMATS[formats.weights].is_packed:
+        if codes is None:
+            words = f"{layout.model.name}: the checkpoint has no {formats.weights}"
+            raise ConfigError([f"{words}, and none is made of other numbers: use fp8, or none"])
+        return packed_parts(plain, layout, codes, SCALE)
     if codes is None or not codes.have_input_scales:
         return _codes_and_scale(plain, layout)
     inputs = Weight(f"{plain.name}{INPUTS}", (1,), (None,), plain.source, "input_scale")
@@ -84,4 +102,8 @@ def dtype_of(weight: Weight, formats: Formats) -> np.dtype:
     """What a stored weight is made of."""
     if weight.kind in FLOAT32:
         return np.dtype(np.float32)
+    if weight.kind == "zeros":
+        return np.dtype(np.uint8)
+    if weight.kind == "scales":
+        return FORMATS[formats.weights].scale
     return FORMATS[formats.weights if weight.kind == "codes" else formats.activations].dtype

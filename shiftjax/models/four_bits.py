@@ -1,0 +1,84 @@
+"""Products with matrices of four bits, in XLA: widened tile by tile, never a whole matrix.
+
+A tile is some output channels. Its codes become numbers of the activations' type: code * scale, or
+(code - zero) * scale, made in float32 and rounded once. Sums are float32. Inputs with even numbers
+come before those with odd ones, in both factors: so nothing is interleaved.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Real, UInt8
+
+TILE_NUMBERS = 1 << 19  # of a tile, widened: what caches of CPUs hold
+SYMMETRIC_ZERO = 8  # of codes without zero points
+
+
+def is_packed(values: Array) -> bool:
+    """Whether a matrix has four bits a number: no plain number and no e4m3 code is a uint8."""
+    return values.dtype == jnp.uint8
+
+
+def packed_product(
+    x: Float[Array, "tokens in"],
+    codes: UInt8[Array, "out half"],
+    scales: Real[Array, "out groups"],
+    zeros: UInt8[Array, "out groups"] | None = None,
+) -> Float[Array, "tokens out"]:
+    """Multiply by a matrix of four bits, float32."""
+    num_outputs, half = codes.shape
+    x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
+    rows = min(num_outputs, max(1, TILE_NUMBERS // (2 * half)))
+
+    def multiply(start: Array) -> Float[Array, "tokens rows"]:
+        parts = (
+            None if each is None else lax.dynamic_slice_in_dim(each, start, rows)
+            for each in (codes, scales, zeros)
+        )
+        tile = widened(*parts, dtype=x.dtype)
+        return jnp.einsum("ti,oi->to", x, tile, preferred_element_type=jnp.float32)
+
+    if rows == num_outputs:
+        return multiply(jnp.int32(0))
+
+    def add(nth: Array, out: Float[Array, "tokens out"]) -> Float[Array, "tokens out"]:
+        start = jnp.minimum(nth * rows, num_outputs - rows)  # the last tile may overlap another
+        return lax.dynamic_update_slice_in_dim(out, multiply(start), start, axis=1)
+
+    out = jnp.zeros((x.shape[0], num_outputs), jnp.float32)
+    return lax.fori_loop(0, -(-num_outputs // rows), add, out)
+
+
+def widened(
+    codes: UInt8[Array, "out half"],
+    scales: Real[Array, "out groups"],
+    zeros: UInt8[Array, "out groups"] | None = None,
+    *,
+    dtype: DTypeLike,
+) -> Float[Array, "out in"]:
+    """Return the numbers of codes: those of even inputs, then those of odd ones."""
+    num, half = codes.shape
+    nibbles = jnp.stack([codes & 15, codes >> 4], axis=1)
+    nibbles = nibbles.reshape(num, 2, scales.shape[1], half // scales.shape[1])
+    if scales.dtype == jnp.uint8:
+        numbers, units = e2m1(nibbles), e8m0(scales)
+    else:
+        numbers, units = nibbles.astype(jnp.int32), scales
+        numbers -= SYMMETRIC_ZERO if zeros is None else zeros[:, None, :, None].astype(jnp.int32)
+        numbers = numbers.astype(jnp.float32)
+    numbers = numbers * units[:, None, :, None]
+    return numbers.astype(dtype).reshape(num, 2 * half)
+
+
+def e2m1(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return what codes 0..15 say: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and these less than 0."""
+    wide = codes.astype(jnp.int32)
+    most = wide & 7
+    # Exponent and mantissa lie beside each other as in float32; 1 alone has no implicit bit.
+    bits = jnp.where(most > 1, (most << 22) + (126 << 23), most * (126 << 23))
+    return lax.bitcast_convert_type(bits | ((wide >> 3) << 31), jnp.float32)
+
+
+def e8m0(codes: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Return 2^(code - 127); of 0 it is 0, which no number of float32 is apart from."""
+    return lax.bitcast_convert_type(codes.astype(jnp.int32) << 23, jnp.float32)
