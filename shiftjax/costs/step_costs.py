@@ -39,7 +39,7 @@ pipeline stages: `group_costs.py`, of the model of each
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import Experts, LayerParts
 from shiftjax.arch.formats import Formats
@@ -61,6 +61,9 @@ from shiftjax.costs.quantising import quantising
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
+
+if TYPE_CHECKING:
+    from shiftjax.costs.routing import Routing
 
 _PLAIN = LayerParts()
 
@@ -116,6 +119,7 @@ class CostModel:
             *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
         )
         late = model.num_early_layers
+        self._routing: Routing | None = None  # as it was counted; None: as the engine's file says
         self._attention = [
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
             for each in layout.shapes
@@ -128,6 +132,12 @@ class CostModel:
     def stages(self) -> list["CostModel"]:
         """The one stage of a group without pipeline parallelism: this model itself."""
         return [self]
+
+    def price(self, routing: "Routing | None") -> None:
+        """From now on let experts take what this routing of the model's layers makes them take."""
+        self._routing = routing
+        self._by_tokens.clear()
+        self._by_rows.clear()
 
     def seconds(self, mode: Mode, work: Work) -> float:
         """Seconds of a step in a stream of steps, host work included where it does not hide."""
@@ -327,6 +337,8 @@ class CostModel:
 
     def _load(self, experts: Experts, num_tokens: int) -> Load:
         """What the most loaded device has to do for a layer of experts."""
+        if self._routing is not None:
+            return self._routing.most_loaded(self.layout.num_devices, num_tokens)
         return most_loaded(experts, self.layout.num_devices, num_tokens, self.engine.expert_skew)
 
     def _mlp(self, rows: float, intermediate: int) -> float:
