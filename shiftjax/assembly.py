@@ -4,9 +4,12 @@ A backend starts the groups. Everything else, lanes, schedulers, topology and en
 for every backend. No JAX.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
+
+import numpy as np
 
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.engine import Engine
@@ -17,18 +20,21 @@ from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.step_sizes import StepSizes
 from shiftjax.core.topology import Topology
 from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.costs.routing import price
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.fleet.handover import Mover
-from shiftjax.fleet.setup import make_fleet
+from shiftjax.fleet.regrouping import Fleet
+from shiftjax.fleet.setup import forget_prices, make_fleet
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
 from shiftjax.phases.resharding import PHASES, Exchange, Resharding
+from shiftjax.routing.history import RoutingHistory
 from shiftjax.sizing.cost_sizes import CostSizes, patience_of, sizes_by_costs
 from shiftjax.sizing.target_sizes import TargetSizes
 
@@ -57,6 +63,7 @@ class Started(NamedTuple):
     groups: Sequence[Groups]
     mover: Mover | None = None  # of sequences, between the groups of a fleet
     exchange: Exchange | None = None  # of the devices, between two deployments
+    routing: RoutingHistory | None = None  # of the model's experts, as devices count it
 
 
 class Backend(Protocol):
@@ -87,7 +94,7 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange = backend.start(deployments)
+    groups, mover, exchange, routing = backend.start(deployments)
     first = groups[0]
     memory = HostMemory(first.deployment.host_bytes)
     lanes = [_make_lanes(each, memory, is_phase=exchange is not None) for each in groups]
@@ -98,6 +105,8 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
     elif mover is not None:
         known = first.policies, first.costs
         topology = make_fleet(first.deployment, lanes[0], *known, mover, backend.now)
+    if routing is not None:
+        routing.watchers += _priced_by_routing(groups, topology)
     return Engine(
         list(chain.from_iterable(lanes)),
         first.policies[max(first.policies)],
@@ -108,6 +117,7 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
         wait=backend.wait,
         topology=topology,
         patience=0.0 if exchange is not None else _patience(first),
+        parts=() if routing is None else (routing.told,),
     )
 
 
@@ -138,6 +148,18 @@ def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[L
         modes = groups.modes[group.width]
         lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))
     return lanes
+
+
+def _priced_by_routing(
+    groups: Sequence[Groups], topology: Topology | None
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """What takes over counts of chosen experts, where steps are predicted."""
+    for each in groups:
+        for costs in each.costs.values():
+            if costs is not None:
+                yield partial(price, costs)
+    if isinstance(topology, Fleet):
+        yield lambda _: forget_prices(topology)
 
 
 def _sizes(groups: Groups, width: int) -> StepSizes | None:

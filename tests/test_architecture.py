@@ -37,6 +37,7 @@ FLOORS = (
     ("shiftjax.host_tier", NO_JAX),
     ("shiftjax.deploy", NO_JAX),
     ("shiftjax.sizing", NO_JAX),
+    ("shiftjax.routing", NO_JAX),
     ("shiftjax.drafts", NO_JAX),
     ("shiftjax.fleet", NO_JAX),
     ("shiftjax.phases", NO_JAX),

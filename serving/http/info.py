@@ -15,6 +15,7 @@ from starlette.responses import Response
 from serving.http.described import Described, json_response
 from serving.server.errors import ServeError
 from serving.server.service import Service
+from shiftjax.routing.history import RoutingState, plain_state
 
 SECRETS = frozenset(("api_key",))  # settings that nobody is told
 
@@ -97,6 +98,15 @@ def load(service: Service) -> dict[str, Any]:
     }
 
 
+def routing(service: Service) -> dict[str, Any]:
+    """Which experts tokens have chosen of late. Raises `ServeError` without experts."""
+    _, engine = service.running()
+    state = engine.stats.find(RoutingState)
+    if state is None:
+        raise ServeError("not_found", "This model has no experts, or nobody counts them.")
+    return plain_state(state)
+
+
 INFO = {
     "/tokenizer_info": (tokenizer_info, "The tokenizer and the chat template"),
     "/server_info": (server_info, "Version, model, settings"),
@@ -104,4 +114,5 @@ INFO = {
     "/model_info": (model_info, "What the model is"),
     "/get_model_info": (model_info, "The same"),
     "/load": (load, "Requests that run and wait"),
+    "/routing": (routing, "Which experts tokens choose, by layer"),
 }

@@ -16,6 +16,8 @@ from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.metric import Metric
 from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState
+from shiftjax.routing import history as routing_history
+from shiftjax.routing.history import RoutingState
 from shiftjax.sizing import size_stats, target_sizes
 from shiftjax.sizing.size_stats import SizeStats
 from shiftjax.sizing.target_sizes import TargetStats
@@ -30,6 +32,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from resharding.metrics(stats.find(ReshardingState))
     yield from target_sizes.metrics(stats.find(TargetStats))
     yield from size_stats.metrics(stats.find(SizeStats))
+    yield from routing_history.metrics(stats.find(RoutingState))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
 

@@ -5,6 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import Any
 
 from shiftjax.core.errors import EngineLostError, is_out_of_memory
 from shiftjax.core.lane import Failure, Flight, Lane, wait_for_one
@@ -41,6 +42,7 @@ class Engine:
     is called with those that can do nothing until a step of theirs is ready; it may come back
     early, say because a request has come for another lane.
     For each prompt token a request may be passed for `patience` seconds by ones that come later.
+    `parts` are asked for states that the stats tell beside those of lanes and topology.
     Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
     of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
     """
@@ -57,6 +59,7 @@ class Engine:
         wait: Callable[[Sequence[Lane]], None] = wait_for_one,
         topology: Topology | None = None,  # that opens and closes the lanes; None: all are open
         patience: float = 0.0,
+        parts: Sequence[Callable[[], Any]] = (),
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -67,6 +70,7 @@ class Engine:
         self.wait = wait
         self.topology = topology or Topology(lanes)
         self.patience = patience
+        self.parts = parts
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -231,7 +235,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters and gauges as of now."""
         counters = self._steps, self._mode_switches, self._num_failed_steps
-        return stats_of(self.lanes, self._queued.values(), self.topology.states(), *counters)
+        states = [*self.topology.states(), *(part() for part in self.parts)]
+        return stats_of(self.lanes, self._queued.values(), states, *counters)
 
     def mend(self, error: Exception) -> list[Event]:
         """After a command that raised: end the requests of every group that it left broken."""

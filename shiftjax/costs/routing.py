@@ -44,11 +44,11 @@ class Routing:
         chances = np.minimum(counts / totals * per_token, 1.0)
         return cls(np.pad(chances, ((0, 0), (0, -counts.shape[1] % padded_for))))
 
-    def skew(self, ways: int) -> float:
-        """Return the pairs of the most loaded of so many devices over the mean, of many tokens."""
+    def skews(self, ways: int) -> np.ndarray:
+        """Return the pairs of the most loaded of so many devices over the mean, of each layer."""
         shares = self._shares(ways)
-        means = np.maximum(shares.mean(axis=1), 1e-12)
-        return float((shares.max(axis=1) / means).mean())
+        means = shares.mean(axis=1)
+        return np.where(means > 0, shares.max(axis=1) / np.maximum(means, 1e-12), 1.0)
 
     def _shares(self, ways: int) -> np.ndarray:
         """Return what devices compute of a token, `[layers, ways]`."""

@@ -60,6 +60,12 @@ def make_fleet(
     return Fleet(lanes, first, policy, mover, deployment.limits, rules)
 
 
+def forget_prices(fleet: Fleet) -> None:
+    """Have a policy ask anew for what it has kept of the costs of steps."""
+    if isinstance(fleet.policy, CostArrangement):
+        fleet.policy.steps.forget()
+
+
 def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:
     """What moves between the groups of a fleet take on this machine."""
     sizes = deployment.block_size, deployment.num_blocks

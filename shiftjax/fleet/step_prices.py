@@ -60,6 +60,11 @@ class StepPrices:
         self._seconds: dict[tuple[int, int], float] = {}
         self._chosen: dict[tuple[int, int, int, int], Steps] = {}
 
+    def forget(self) -> None:
+        """Ask the costs again."""
+        for kept in (self._rates, self._seconds, self._chosen):
+            kept.clear()
+
     def prefill_rate(self, width: int) -> float:
         """Tokens per second of prompts in full steps."""
         if width not in self._rates:
