@@ -8,7 +8,13 @@ numbers is expected as far above their mean as the largest of P normal ones: the
 Blom, Statistical Estimates and Transformed Beta-Variables (1958).
 
 Routers that prefer some experts add to that: `skew`, the pairs of the most loaded device over those
-of an average one with many tokens; 1 where nothing is known of the traffic.
+of an average one with many tokens; 1 where nothing is known of the traffic. Where the experts are
+split fewer ways each device has more of them, and what neighbours have beyond their share cancels
+out in part (`skew_of`). A device that has them all has all of the pairs, whatever the routing.
+
+Several devices that have the same experts and the same tokens deal the pairs, which lie sorted by
+expert, out in equal parts. Only what they have between them is uneven then. A part begins and ends
+amid an expert, so a device reads up to two beyond its share.
 """
 
 import math
@@ -30,17 +36,38 @@ class Load(NamedTuple):
     experts: float  # that any token has chosen
 
 
-def most_loaded(experts: Experts, num_devices: int, num_tokens: int, skew: float = 1.0) -> Load:
-    """The load of the slowest of the devices that split the experts, for a step's tokens."""
+def most_loaded(experts: Experts, ways: int, num_tokens: int, skew: float = 1.0) -> Load:
+    """The load of the slowest device for some tokens, where experts are split so many `ways`."""
     chosen = num_tokens * experts.per_token
     if not chosen:
         return Load(0.0, 0.0)
-    own, share = experts.num / num_devices, 1 / num_devices
+    own, share = experts.num / ways, 1 / ways
     p = 1 - (1 - experts.per_token / experts.num) ** num_tokens
-    read = _most(own * p, own * p * (1 - p), num_devices)
-    pairs = _most(chosen * share, chosen * share * (1 - share), num_devices) * skew
+    read = _most(own * p, own * p * (1 - p), ways)
+    pairs = _most(chosen * share, chosen * share * (1 - share), ways) * skew
     # Somebody has an expert of the first token, and nobody reads more experts than it has.
     return Load(min(max(pairs, 1.0), chosen), min(max(read, 1.0), own))
+
+
+def dealt(load: Load, holders: int) -> Load:
+    """The part of a load that each of so many devices has, of pairs sorted by expert."""
+    if holders == 1 or not load.pairs:
+        return load
+    pairs = max(1.0, load.pairs / holders)
+    read = load.experts / holders + 2 - 1 / holders
+    return Load(pairs, min(pairs, read, load.experts))
+
+
+def skew_of(skew: float, num_devices: int, ways: int) -> float:
+    """The skew of experts that are split so many ways, by that of so many devices.
+
+    As if what devices have beyond their share were independent: of neighbours' sums it falls with
+    the root of their number, and the largest of fewer numbers is nearer to the mean.
+    """
+    if ways == 1 or skew == 1.0:
+        return 1.0
+    scores = _score(ways) / _score(num_devices)
+    return 1 + (skew - 1) * scores * (ways / num_devices) ** 0.5
 
 
 def room_of_exchange(layout: Layout, mode: Mode, num_tokens: int) -> int:
@@ -65,6 +92,9 @@ def room_of_exchange(layout: Layout, mode: Mode, num_tokens: int) -> int:
 
 def _most(mean: float, variance: float, count: int) -> float:
     """The expected largest of `count` numbers with this mean and variance."""
-    if count == 1:
-        return mean
-    return mean + NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) * variance**0.5
+    return mean + _score(count) * variance**0.5
+
+
+def _score(count: int) -> float:
+    """By how many deviations the largest of `count` numbers is expected above their mean."""
+    return 0.0 if count == 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))

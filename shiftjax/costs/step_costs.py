@@ -39,54 +39,26 @@ pipeline stages: `group_costs.py`, of the model of each
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from shiftjax.arch.config import Experts, LayerParts
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
-    Collective,
     entry_collectives,
     gather_collectives,
     guess_collectives,
-    parts_collectives,
     row_collectives,
     weight_collectives,
 )
-from shiftjax.costs.expert_load import Load, most_loaded
-from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
-from shiftjax.costs.levels import collective_seconds
+from shiftjax.costs.kernel_costs import KernelCosts
+from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.quantising import quantising
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
 if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
-
-_PLAIN = LayerParts()
-
-
-class StepCost(NamedTuple):
-    """Seconds of a step by what they are spent on; `host` may be hidden."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    collectives: float = 0.0
-    launch: float = 0.0
-    host: float = 0.0
-
-    @property
-    def device(self) -> float:
-        """Seconds that the devices are busy."""
-        return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
-
-
-def _width(layout: Layout, parts: LayerParts) -> int:
-    """Return the width of a layer's MLP."""
-    return layout.wide_intermediate_size if parts.is_wide else layout.intermediate_size
 
 
 class CostModel:
@@ -119,7 +91,7 @@ class CostModel:
             *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
         )
         late = model.num_early_layers
-        self._routing: Routing | None = None  # as it was counted; None: as the engine's file says
+        self.layers = LayerCosts(layout, self.kernels, engine)
         self._attention = [
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
             for each in layout.shapes
@@ -135,7 +107,7 @@ class CostModel:
 
     def price(self, routing: "Routing | None") -> None:
         """From now on let experts take what this routing of the model's layers makes them take."""
-        self._routing = routing
+        self.layers.routing = routing
         self._by_tokens.clear()
         self._by_rows.clear()
 
@@ -190,7 +162,7 @@ class CostModel:
         later = self.kernels.product(rows, inner, gates * inner)
         num = speculator.num_predict
         moves = guess_collectives(layout, rows, self.formats.activation_bytes)
-        return num * head + first + (num - 1) * later + self._move(moves)
+        return num * head + first + (num - 1) * later + self.layers.move(moves)
 
     def mode_seconds(self, mode: Mode, size: tuple[int, int]) -> float:
         """Device seconds of a step of this size but for attention, which no mode changes."""
@@ -238,7 +210,7 @@ class CostModel:
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded, num_kernels, costs = round_up(num_tokens, mode.sp), 0, [StepCost()]
         for parts, count in Counter(config.parts[: config.num_early_layers]).items():
-            cost, more = self._layers_cost(mode, padded, count, parts)
+            cost, more = self.layers.cost(mode, padded, count, parts)
             costs, num_kernels = [*costs, cost], num_kernels + more
         cost = StepCost(*map(sum, zip(*costs, strict=True)))
         gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
@@ -253,7 +225,7 @@ class CostModel:
             matmul=cost.matmul
             + of_inputs
             + (self.kernels.product(padded, config.hidden_size, late_kv) if late_kv else 0.0),
-            collectives=cost.collectives + self._move(moves) + gathers,
+            collectives=cost.collectives + self.layers.move(moves) + gathers,
             launch=num_kernels * self.machine.kernel_seconds * self._queueing,
         )
         if num_tokens <= self.engine.graph_tokens:
@@ -267,102 +239,9 @@ class CostModel:
         if not moves:
             return 0.0
         count = self.model.num_early_layers
-        each = self._move(moves) / count
+        each = self.layers.move(moves) / count
         hidden = 0.0 if self.machine.shared_cores else products
         return each + (count - 1) * max(0.0, each - hidden)
-
-    def _layers_cost(
-        self, mode: Mode, num_tokens: int, count: int, parts: LayerParts = _PLAIN
-    ) -> tuple[StepCost, int]:
-        """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
-        if not count:
-            return StepCost(), 0
-        local, width = num_tokens // mode.sp, self.formats.activation_bytes
-        layout = self.layout.shapes[parts.heads]
-        products, num_products = self._layer_products(mode, local, num_tokens, parts)
-        moves = parts_collectives(self.layout, mode, num_tokens, parts, width)
-        codes = quantising(self.engine.quantising_kernels, layout, mode, num_tokens, self.formats)
-        kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
-        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
-        cost = StepCost(
-            matmul=count * products,
-            elementwise=count
-            * (
-                self._elementwise_seconds(mode, num_tokens, parts)
-                + self.kernels.moved(codes.num_bytes)
-            ),
-            collectives=count * self._move(moves),
-            launch=count * kernels * self.machine.kernel_seconds * self._queueing,
-        )
-        return cost, count * kernels
-
-    def _layer_products(
-        self, mode: Mode, rows: int, expert_tokens: int, parts: LayerParts
-    ) -> tuple[float, int]:
-        """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device.
-
-        Of an MLP, or with experts of so many tokens.
-        """
-        layout, config = self.layout.shapes[parts.heads], self.model
-        t, hidden = layout.ways(mode), config.hidden_size
-        heads, columns = layout.attention_columns(mode, parts.num_kv)
-        seconds = self.kernels.product(rows, hidden, columns)
-        seconds += self.kernels.product(rows, heads, hidden)
-        if own := config.layer_input_width:  # every device has these matrices whole
-            seconds += self.kernels.product(rows, hidden, own)
-            seconds += self.kernels.product(rows, own, hidden)
-        if not (parts.has_experts and expert_tokens) or config.experts is None:
-            return seconds + self._mlp(rows, _width(layout, parts) // t), 4
-        experts = config.experts
-        seconds += self.kernels.product(expert_tokens, hidden, experts.num)
-        load = self._load(experts, expert_tokens)
-        sizes, num_kernels, cut = (
-            (hidden, experts.intermediate_size),
-            5 + self.engine.expert_kernels,
-            None,
-        )
-        if self.engine.cuts_experts:
-            mean_pairs = expert_tokens * experts.per_token / experts.num
-            own = -(-experts.num // layout.num_devices)
-            cut = self.kernels.cut_experts(*sizes, mean_pairs, own)
-            num_kernels += cut.num_kernels
-        seconds += self.kernels.experts(load, *sizes, cut)
-        if experts.beside_mlp:
-            seconds += self._mlp(rows, layout.intermediate_size // t)
-            num_kernels += 2
-        if not layout.shared_intermediate_size:
-            return seconds, num_kernels
-        seconds += self._mlp(rows, layout.shared_intermediate_size // t)
-        return seconds, num_kernels + 2
-
-    def _load(self, experts: Experts, num_tokens: int) -> Load:
-        """What the most loaded device has to do for a layer of experts."""
-        if self._routing is not None:
-            return self._routing.most_loaded(self.layout.num_devices, num_tokens)
-        return most_loaded(experts, self.layout.num_devices, num_tokens, self.engine.expert_skew)
-
-    def _mlp(self, rows: float, intermediate: int) -> float:
-        hidden, product = self.model.hidden_size, self.kernels.product
-        return product(rows, hidden, 2 * intermediate) + product(rows, intermediate, hidden)
-
-    def _elementwise_seconds(self, mode: Mode, num_tokens: int, parts: LayerParts) -> float:
-        """Two norms with their residuals, rotary and cache write, activation; read and written."""
-        layout, config = self.layout.shapes[parts.heads], self.model
-        t, local, experts = layout.ways(mode), num_tokens // mode.sp, config.experts
-        queries = layout.heads_per_device * layout.model.head_dim
-        cached = layout.cache.numbers if parts.num_kv else 0
-        numbers = local * 8 * config.hidden_size
-        if parts.has_experts and experts is not None:
-            pairs = self._load(experts, num_tokens).pairs
-            sizes = experts.per_token, config.hidden_size, experts.intermediate_size
-            numbers += expert_numbers(pairs, num_tokens, *sizes)
-            numbers += local * 3 * layout.shared_intermediate_size // t
-        else:
-            numbers += local * 3 * _width(layout, parts) // t
-        numbers += 2 * num_tokens * (queries + cached)
-        if mode.sp > 1:  # packed before and unpacked after both exchanges
-            numbers += 4 * num_tokens * (2 * queries + cached)
-        return self.kernels.moved(numbers * self.formats.activation_bytes)
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
         """The LM head, split over all devices, what the logits move, and late layers."""
@@ -372,15 +251,5 @@ class CostModel:
         rows = round_up(num_rows, layout.num_devices)
         head = self.kernels.head(rows, hidden, layout.vocab_size // layout.num_devices)
         moves = row_collectives(layout, mode, rows, self.formats.activation_bytes)
-        late, _ = self._layers_cost(layout.shift, rows, self.model.num_late_layers)
-        return late._replace(matmul=late.matmul + head, collectives=self._move(moves))
-
-    def _move(self, moves: list[Collective]) -> float:
-        """Return the summed seconds of collectives that run one after the other."""
-        # On virtual devices the participants of a collective come one after the other.
-        return sum(
-            move.num_times
-            * collective_seconds(self.machine, move)
-            * (move.num_devices if self.machine.shared_cores else 1)
-            for move in moves
-        )
+        late, _ = self.layers.cost(layout.shift, rows, self.model.num_late_layers)
+        return late._replace(matmul=late.matmul + head, collectives=self.layers.move(moves))

@@ -16,6 +16,7 @@ from shiftjax.core.request import Request, ScheduledSequence, SequenceState, Ste
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, layer_collectives
 from shiftjax.costs.expert_load import Load
+from shiftjax.costs.expert_part import expert_part
 from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Transfer
@@ -292,13 +293,10 @@ def test_only_an_engine_that_cuts_experts_launches_more_for_it():
 
 def test_every_mode_does_the_same_work_of_experts_and_base_moves_what_it_gathers():
     model = replace(TINY, experts=Experts(num=64, per_token=4, intermediate_size=128))
-    group = costs(model=model, sp=8)
-    modes, parts = (Mode(8, 8), Mode(8, 1)), model.parts[0]
-    base, shift = (group._layer_products(mode, 8, 64, parts)[0] for mode in modes)
-    attention = [group._layer_products(mode, 8, 0, parts)[0] for mode in modes]
-    mlp = [group._mlp(8, 128), group._mlp(8, 16)]
-    own = [attention[i] - mlp[i] for i in range(2)]
-    assert base - own[0] == pytest.approx(shift - own[1])
+    group, shift = costs(model=model, sp=8), Mode(8, 1)
+    sizes = group.kernels, NO_OVERHEAD, group.layout
+    parts = [expert_part(*sizes, (mode, shift), 64) for mode in (Mode(8, 8), shift)]
+    assert parts[0] == parts[1] and parts[0].products > 0
     moves = layer_collectives(group.layout, Mode(8, 8), 64, 2)
     more = layer_collectives(group.layout, Mode(8, 8), 64, 2, has_experts=True)
     assert more == [

@@ -5,6 +5,7 @@ from mutant import Mutant
 COLLECTIVES = "shiftjax/costs/collectives.py"
 STEP = "shiftjax/costs/step_costs.py"
 MEMORY = "shiftjax/costs/memory.py"
+PART = "shiftjax/costs/expert_part.py"
 STAGES = "shiftjax/costs/group_costs.py"
 MOVES = "shiftjax/fleet/move_costs.py"
 
@@ -76,7 +77,7 @@ ROWS: tuple[Mutant, ...] = (
         (TEST_COSTS,), "cutting the products of experts seems to gain nothing",
     ),
     Mutant(
-        "adding up the parts of experts is no launch", "costs", STEP,
+        "adding up the parts of experts is no launch", "costs", PART,
         "num_kernels += cut.num_kernels", "num_kernels += 0",
         (TEST_COSTS,), "cutting looks cheaper than it is",
     ),

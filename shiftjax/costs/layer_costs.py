@@ -1,0 +1,139 @@
+"""Seconds of a decoder layer on the device with the most to do, but for attention. No JAX.
+
+`step_costs.py` has the formulas. A layer of experts takes what `expert_part.py` says.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from shiftjax.arch.config import LayerParts
+from shiftjax.costs.collectives import Collective, parts_collectives
+from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part
+from shiftjax.costs.kernel_costs import KernelCosts
+from shiftjax.costs.levels import collective_seconds
+from shiftjax.costs.machine import EngineOverhead
+from shiftjax.costs.quantising import quantising
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+
+if TYPE_CHECKING:
+    from shiftjax.costs.routing import Routing
+
+PLAIN = LayerParts()
+
+
+class StepCost(NamedTuple):
+    """Seconds of a step by what they are spent on; `host` may be hidden."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    collectives: float = 0.0
+    launch: float = 0.0
+    host: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Seconds that the devices are busy."""
+        return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
+
+
+def _width(layout: Layout, parts: LayerParts) -> int:
+    """Return the width of a layer's MLP."""
+    return layout.wide_intermediate_size if parts.is_wide else layout.intermediate_size
+
+
+class LayerCosts:
+    """Predicts the layers of the model of a layout, in steps of an engine."""
+
+    def __init__(self, layout: Layout, kernels: KernelCosts, engine: EngineOverhead):
+        self.layout, self.model = layout, layout.model
+        self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
+        self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
+
+    def cost(
+        self,
+        mode: Mode,
+        num_tokens: int,
+        count: int,
+        parts: LayerParts = PLAIN,
+    ) -> tuple[StepCost, int]:
+        """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
+        if not count:
+            return StepCost(), 0
+        layout, formats = self.layout.shapes[parts.heads], self.kernels.formats
+        width = formats.activation_bytes
+        part = None
+        if parts.has_experts and num_tokens:
+            of_experts = layout, (mode, layout.shift), num_tokens, self.routing
+            part = expert_part(self.kernels, self.engine, *of_experts)
+        products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, width)
+        codes = quantising(self.engine.quantising_kernels, layout, mode, num_tokens, formats)
+        kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
+        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
+        beside = self._elementwise_seconds(mode, num_tokens, parts, part)
+        cost = StepCost(
+            matmul=count * products,
+            elementwise=count * (beside + self.kernels.moved(codes.num_bytes)),
+            collectives=count * self.move(moves),
+            launch=count * kernels * self.machine.kernel_seconds * self.kernels.queueing,
+        )
+        return cost, count * kernels
+
+    def _layer_products(
+        self, mode: Mode, rows: int, parts: LayerParts, part: ExpertPart | None
+    ) -> tuple[float, int]:
+        """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device.
+
+        Of an MLP, or with what its experts take.
+        """
+        layout, config = self.layout.shapes[parts.heads], self.model
+        t, hidden = layout.ways(mode), config.hidden_size
+        heads, columns = layout.attention_columns(mode, parts.num_kv)
+        seconds = self.kernels.product(rows, hidden, columns)
+        seconds += self.kernels.product(rows, heads, hidden)
+        if own := config.layer_input_width:  # every device has these matrices whole
+            seconds += self.kernels.product(rows, hidden, own)
+            seconds += self.kernels.product(rows, own, hidden)
+        if part is None or config.experts is None:
+            return seconds + self._mlp(rows, _width(layout, parts) // t), 4
+        seconds += part.products
+        num_kernels = ROUTED_KERNELS + part.num_kernels
+        beside = layout.intermediate_size if config.experts.beside_mlp else 0
+        for inner in (beside, layout.shared_intermediate_size):
+            if inner:
+                seconds += self._mlp(rows, inner // t)
+                num_kernels += 2
+        return seconds, num_kernels
+
+    def _mlp(self, rows: float, intermediate: int) -> float:
+        hidden, product = self.model.hidden_size, self.kernels.product
+        return product(rows, hidden, 2 * intermediate) + product(rows, intermediate, hidden)
+
+    def _elementwise_seconds(
+        self, mode: Mode, num_tokens: int, parts: LayerParts, part: ExpertPart | None
+    ) -> float:
+        """Two norms with their residuals, rotary and cache write, activation; read and written."""
+        layout, config = self.layout.shapes[parts.heads], self.model
+        t, local = layout.ways(mode), num_tokens // mode.sp
+        queries = layout.heads_per_device * layout.model.head_dim
+        cached = layout.cache.numbers if parts.num_kv else 0
+        numbers = local * 8 * config.hidden_size
+        if part is not None:
+            numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t
+        else:
+            numbers += local * 3 * _width(layout, parts) // t
+        numbers += 2 * num_tokens * (queries + cached)
+        if mode.sp > 1:  # packed before and unpacked after both exchanges
+            numbers += 4 * num_tokens * (2 * queries + cached)
+        return self.kernels.moved(numbers * self.kernels.formats.activation_bytes)
+
+    def move(self, moves: list[Collective]) -> float:
+        """Return the summed seconds of collectives that run one after the other."""
+        # On virtual devices the participants of a collective come one after the other.
+        return sum(
+            move.num_times
+            * collective_seconds(self.machine, move)
+            * (move.num_devices if self.machine.shared_cores else 1)
+            for move in moves
+        )
