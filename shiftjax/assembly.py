@@ -35,7 +35,7 @@ from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
 from shiftjax.phases.resharding import PHASES, Exchange, Resharding
 from shiftjax.routing.history import RoutingHistory
-from shiftjax.sizing.cost_sizes import CostSizes, patience_of, sizes_by_costs
+from shiftjax.sizing.cost_sizes import CostSizes, Known, patience_of, sizes_by_costs
 from shiftjax.sizing.target_sizes import TargetSizes
 
 
@@ -167,10 +167,10 @@ def _sizes(groups: Groups, width: int) -> StepSizes | None:
     deployment, costs = groups.deployment.of_width(width), groups.costs[width]
     if costs is None or not sizes_by_costs(deployment, costs):
         return None
-    known = deployment.step_sizes, groups.policies[width], groups.modes[width], costs
+    known = Known(deployment.step_sizes, groups.policies[width], groups.modes[width], costs)
     if deployment.targets.are_none:
-        return CostSizes(*known, deployment.dp)
-    return TargetSizes(*known, deployment.dp, deployment.targets)
+        return CostSizes(known, deployment.dp)
+    return TargetSizes(known, deployment.targets, deployment.dp)
 
 
 def _patience(groups: Groups) -> float:
@@ -182,7 +182,8 @@ def _patience(groups: Groups) -> float:
     deployment, costs = groups.deployment.of_width(width), groups.costs[width]
     if costs is None or not sizes_by_costs(deployment, costs):
         return 0.0
-    return patience_of(deployment.step_sizes, groups.policies[width], groups.modes[width], costs)
+    modes = groups.modes[width]
+    return patience_of(Known(deployment.step_sizes, groups.policies[width], modes, costs))
 
 
 def _speculation(groups: Groups, group: Group) -> Speculation:

@@ -332,11 +332,6 @@ class SchedulerOptions:
         """The three settings of targets as one."""
         return make_targets(self.target_ttft, self.target_tpot, self.targets_by_priority)
 
-    @property
-    def chooses_for_targets(self) -> bool:
-        """Whether sizes of steps may be chosen for targets, where costs are known."""
-        return self.step_sizes == "cost" and not self.targets.are_none
-
 
 @dataclass(frozen=True)
 class CompileOptions:

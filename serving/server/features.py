@@ -18,7 +18,7 @@ from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.routing import history as routing_history
 from shiftjax.routing.history import RoutingState
-from shiftjax.sizing import size_stats, target_sizes
+from shiftjax.sizing import size_stats
 from shiftjax.sizing.size_stats import SizeStats
 from shiftjax.sizing.target_sizes import TargetStats
 
@@ -30,7 +30,6 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))
-    yield from target_sizes.metrics(stats.find(TargetStats))
     yield from size_stats.metrics(stats.find(SizeStats))
     yield from routing_history.metrics(stats.find(RoutingState))
     if isinstance(engine, AsyncEngine):
@@ -45,5 +44,5 @@ def page_parts(stats: EngineStats) -> dict[str, Any]:
         "drafts": None if drafts is None else drafts.by_drafter,
         "fleet": None if fleet is None else fleet_state.page_part(fleet),
         "step_sizes": None if told is None else size_stats.page_part(told),
-        "sizes": None if sizes is None else target_sizes.page_part(sizes),
+        "by_targets": None if sizes is None else sizes.words,
     }

@@ -42,8 +42,9 @@ function tiles(data) {
   const [ended, good] = [sum("ended", 0), sum("good", 0)];
   const rate = (count) => short(count / (columns.tokens.length * data.seconds));
   set("good", ended ? `${whole(100 * good / ended)} %` : "\u2013", ended ? `${rate(good)} of ${rate(ended)} requests/s` : "no request ended");
-  const { sizes } = data; // by what decided them, and the last that targets did
-  $("goodput").title = sizes?.last ? `Targets chose the size of ${whole(sizes.targets)} of ${whole(sizes.cost + sizes.targets)} steps. The last one: ${sizes.last}.` : "";
+  const { targets = 0, ...others } = data.step_sizes?.reasons ?? {}; // steps by what decided their size
+  const sized = Object.values(others).reduce((sum, num) => sum + num, targets);
+  $("goodput").title = data.by_targets ? `Targets chose the size of ${whole(targets)} of ${whole(sized)} steps. The last one: ${data.by_targets}.` : "";
   $("steps").title = data.step_sizes?.last ?? ""; // what the last step with prompts takes, and would
   set("switches", whole(load.switches), `${whole(sum("switches", 0))} in ${span === 60 ? "1 min" : "10 min"}`);
 }

@@ -51,6 +51,7 @@ class Devices(NamedTuple):
     pool_share: float = 1.0  # of what weights leave, for KV
     per_host: int = 0  # 0: all are on one host
     budgets: Budgets = OF_CPUS  # of a step, where settings say nothing
+    is_priced: bool = True  # what a step costs is known, whatever settings say
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from shiftjax.arch.formats import AUTO, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
 from shiftjax.config import EngineConfig, ParallelOptions
+from shiftjax.core.policies import POLICIES
 from shiftjax.costs.buckets import SMALLEST_TOKENS, doubling, with_halfway
 from shiftjax.costs.memory import (
     expert_bytes,
@@ -75,7 +76,7 @@ def resolve(
     budgets = chosen_budgets(config, devices.budgets)
     tokens = budgets.max_num_batched_tokens
     sizes = config.compile.token_buckets or doubling(tokens, suited.few_tokens)
-    if config.compile.token_buckets is None and scheduler.chooses_for_targets:
+    if config.compile.token_buckets is None and _chooses_for_targets(config, devices):
         sizes = with_halfway(sizes)  # the largest that keeps to a target is rarely a doubled one
     layout, dp, block_size = Layout(model, 1, 1), config.parallel.dp, cache.block_size
     widths: tuple[int, ...] = ()
@@ -126,6 +127,16 @@ def resolve(
         given = f"host_memory = {cache.host_memory} is less than a KV block of {least} bytes"
         raise ConfigError([f"{given}: use more, or leave it out"])
     return deployment
+
+
+def _chooses_for_targets(config: EngineConfig, devices: Devices) -> bool:
+    """Whether sizes of steps may be chosen for targets: some are set, and costs are known."""
+    scheduler = config.scheduler
+    if scheduler.step_sizes != "cost" or scheduler.targets.are_none:
+        return False
+    is_named = scheduler.machine is not None
+    by_cost = POLICIES[scheduler.policy].needs_costs(config.threshold_tokens)
+    return devices.is_priced or is_named or by_cost
 
 
 def fleet_degrees(

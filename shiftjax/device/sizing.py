@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from shiftjax.costs.machine_files import MACHINE_OF_DEVICE
 from shiftjax.deploy.budgets import budgets_for
 from shiftjax.deploy.deployment import Devices
 from shiftjax.hosts.calls import Alone, Hosts
@@ -35,7 +36,9 @@ def measure(devices: Sequence[Device], hosts: Hosts | None = None) -> Devices:
         total, free = stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"]
     total, free = hosts.least("to measure memory", (total, free))
     budgets = budgets_for(first.platform == "cpu", total)
-    return Devices(len(devices), total, free, share, len(own), budgets)
+    # Every CPU has the same kind, which does not say how fast it is.
+    is_priced = first.platform != "cpu" and first.device_kind in MACHINE_OF_DEVICE
+    return Devices(len(devices), total, free, share, len(own), budgets, is_priced)
 
 
 def host_memory() -> tuple[int, int]:

@@ -45,8 +45,9 @@ class Target:
         """The machine's, with all of their memory free."""
         memory = int(self.machine.memory_bytes)
         num_devices, per_host = self.machine.num_devices, self.machine.devices_per_host
-        budgets = budgets_for(self.machine.shared_cores > 0, memory)
-        return Devices(num_devices, memory, memory, per_host=per_host, budgets=budgets)
+        is_cpu = self.machine.shared_cores > 0
+        more = {"per_host": per_host, "budgets": budgets_for(is_cpu, memory)}
+        return Devices(num_devices, memory, memory, is_priced=not is_cpu, **more)
 
     def reserved_bytes(self, deployment: Deployment) -> int:
         """Of a device, beside weights, temporaries and KV, in its widest group."""

@@ -43,42 +43,39 @@ def sizes_by_costs(deployment: Deployment, costs: GroupCosts | None) -> bool:
     return deployment.sizes_by == "cost" and costs.engine.sizes_steps and is_known
 
 
-def patience_of(
-    sizes: Sequence[int], policy: Policy, modes: Sequence[Mode], costs: GroupCosts
-) -> float:
+class Known(NamedTuple):
+    """What sizes are chosen from: those that are compiled, and who chooses among which modes."""
+
+    sizes: Sequence[int]
+    policy: Policy
+    modes: Sequence[Mode]
+    costs: GroupCosts
+
+
+def patience_of(known: Known) -> float:
     """Seconds that a request may be passed for, by prompt token."""
-    work = Work.prefill(max(sizes))
-    mode = policy.mode_of(work, modes, 0, None)
+    work, costs = Work.prefill(max(known.sizes)), known.costs
+    mode = known.policy.mode_of(work, known.modes, 0, None)
     seconds = costs.mode_seconds(mode, costs.size_of(work)) / len(costs.stages)
     return PATIENCE * seconds / work.num_tokens
 
 
 class CostSizes(StepSizes):
-    """Chooses the tokens of steps of one group from what they cost.
-
-    `sizes` are those that are compiled, `policy` chooses among `modes`.
-    """
+    """Chooses the tokens of steps of one group from what they cost."""
 
     chooses = True
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        policy: Policy,
-        modes: Sequence[Mode],
-        costs: GroupCosts,
-        num_groups: int = 1,
-    ):
+    def __init__(self, known: Known, num_groups: int = 1):
+        sizes, self._policy, self._modes, self._costs = known
         self.sizes, self.num_groups = sorted(set(sizes)), num_groups
         self.answer = FIRST_ANSWER  # tokens, of those that have ended: a moving mean
         self.prompt = 0.0  # tokens that are not known already, of those that have come
         self.times = StepTimes()
         self.told = SizeStats()
-        self._policy, self._modes, self._costs = policy, modes, costs
         self._arrivals: deque[float] = deque(maxlen=RECENT)
         self._padded: dict[tuple[int, int], tuple[int, int]] = {}
         self._last_mode: Mode | None = None  # of the step that ended last
-        self._attention = _attention_of(costs, modes[0])
+        self._attention = _attention_of(known.costs, known.modes[0])
 
     def arrived(self, seconds: float, num_tokens: int) -> None:
         """A prompt has come: how many come in a second, and how long they are."""

@@ -5,19 +5,14 @@ target (`misses.py`). First tokens may then come as late as the targets allow. W
 pass a target with the size that is best without them, it is that one.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shiftjax.core.policy import Policy
 from shiftjax.core.step_sizes import Demand
-from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.metric import Metric, counter
-from shiftjax.parallel.grid import Mode
-from shiftjax.sizing.cost_sizes import CostSizes
+from shiftjax.sizing.cost_sizes import CostSizes, Known
 from shiftjax.sizing.drain import Candidate, Queue, candidates, size_alone
 from shiftjax.sizing.misses import Coming, Steps, num_missed, owed_to
 from shiftjax.targets import Targets
@@ -43,42 +38,25 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True)
 class TargetStats:
-    """Steps with prompts since the start, by what decided their size: cost or targets."""
+    """The last decision of targets; `size_stats.py` counts them, among other reasons."""
 
-    decided: Counter[str] = field(default_factory=Counter)
-    last: Decision | None = None  # of targets
+    last: Decision | None = None
 
     def __add__(self, other: "TargetStats") -> "TargetStats":
-        """Return what two groups have counted together."""
-        return TargetStats(self.decided + other.decided, self.last or other.last)
+        """Return what two groups tell together."""
+        return TargetStats(self.last or other.last)
 
-
-def page_part(stats: TargetStats) -> dict[str, Any]:
-    """What the page shows of it: steps by what decided, and the last decision of targets."""
-    words = "" if stats.last is None else stats.last.words
-    return {by: stats.decided[by] for by in ("cost", "targets")} | {"last": words}
-
-
-def metrics(stats: TargetStats | None) -> Iterator[Metric]:
-    """How often targets decided; nothing where there are none."""
-    if stats is not None:
-        found = {(by,): stats.decided[by] for by in ("cost", "targets")}
-        yield counter("step_sizes", "Steps with prompts, by what decided their size.", found, "by")
+    @property
+    def words(self) -> str:
+        """What the page shows of it."""
+        return "" if self.last is None else self.last.words
 
 
 class TargetSizes(CostSizes):
     """As `CostSizes`, for requests that have targets."""
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        policy: Policy,
-        modes: Sequence[Mode],
-        costs: GroupCosts,
-        num_groups: int,
-        targets: Targets,
-    ):
-        super().__init__(sizes, policy, modes, costs, num_groups)
+    def __init__(self, known: Known, targets: Targets, num_groups: int = 1):
+        super().__init__(known, num_groups)
         self.targets = targets
         self.stats = TargetStats()
 
@@ -102,7 +80,6 @@ class TargetSizes(CostSizes):
                     break
                 if (cost := _cost(each) + PRICE * (other := missed(each))) < least:
                     best, num, least = each, other, cost
-        self.stats.decided["cost" if best is usual else "targets"] += 1
         if best is not usual:
             size, of_usual = self.sizes[best.place], self.sizes[usual.place]
             self.stats.last = Decision(size, num, of_usual, usual_missed)

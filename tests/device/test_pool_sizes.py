@@ -106,6 +106,7 @@ def test_a_pool_on_a_cpu_is_a_share_of_what_weights_leave(monkeypatch):
     monkeypatch.setattr(sizing, "host_memory", lambda: (4 * TOTAL, TOTAL))
     here = sizing.measure(jax.devices()[:4])
     assert (here.total_bytes, here.free_bytes) == (TOTAL, TOTAL // 4)
+    assert not here.is_priced  # that it is a CPU does not say how fast it is
     mostly_used = deployment(memory_fraction=0.9)
     left = mostly_used.memory(here._replace(pool_share=1.0)).kv_bytes
     assert mostly_used.memory(here).kv_bytes == int(sizing.CPU_SHARE * left) > 0

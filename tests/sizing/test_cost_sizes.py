@@ -22,7 +22,7 @@ from shiftjax.sim.named import Phases, deploy, deploy_named
 from shiftjax.sim.replay import replay, serve
 from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import on_off_times, poisson, requests_at
-from shiftjax.sizing.cost_sizes import CostSizes, patience_of
+from shiftjax.sizing.cost_sizes import CostSizes, Known, patience_of
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
 BASE, SHIFT = Mode(8, 8), Mode(8, 1)
@@ -32,7 +32,7 @@ def sizes_of(policy="cost", threshold=None, **more):
     deployment = deploy(TARGET, "sp=8,tp=1,policy=cost", **more)
     costs = cost_model(TARGET, deployment)
     chooser = make_policy(policy, threshold, costs)
-    return CostSizes(deployment.step_sizes, chooser, costs.layout.modes, costs), costs
+    return CostSizes(Known(deployment.step_sizes, chooser, costs.layout.modes, costs)), costs
 
 
 def demand(prompts, num_decodes=64, most=8192, last_mode=None, num_waiting=None, context=64_000):
@@ -156,9 +156,9 @@ def test_moving_means():
 
 def test_patience_is_twice_what_a_prompt_token_takes():
     sizes, costs = sizes_of()
-    given = sizes.sizes, make_policy("base", None), costs.layout.modes, costs
+    given = Known(sizes.sizes, make_policy("base", None), costs.layout.modes, costs)
     seconds = costs.mode_seconds(BASE, costs.size_of(Work.prefill(8192)))
-    assert patience_of(*given) == pytest.approx(2 * seconds / 8192)
+    assert patience_of(given) == pytest.approx(2 * seconds / 8192)
 
 
 # ------------------------------------------------------------------ who has such sizes

@@ -11,7 +11,7 @@ from shiftjax.sim.modelled import cost_model
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, on_off_times, poisson, requests_at
-from shiftjax.sizing.cost_sizes import CostSizes, patience_of
+from shiftjax.sizing.cost_sizes import CostSizes, Known, patience_of
 from shiftjax.sizing.drain import Queue, _sized
 
 TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
@@ -26,7 +26,8 @@ def sizes_of():
     deployment = pipeline()
     costs = cost_model(TARGET, deployment)
     modes, policy = costs.layout.modes, make_policy("cost", None, costs)
-    return CostSizes(deployment.step_sizes, policy, modes, costs), (policy, modes, costs)
+    known = Known(deployment.step_sizes, policy, modes, costs)
+    return CostSizes(known), known
 
 
 def demand(prompts, num_decodes, num_others=0):
@@ -58,12 +59,12 @@ def test_chunks_follow_each_other_unless_decodes_go_along():
 
 
 def test_a_prompt_alone_is_cut_so_that_all_stages_compute():
-    sizes, (policy, modes, costs) = sizes_of()
+    sizes, known = sizes_of()
     assert sizes.choose(demand([(8192, 0)], 0)) <= 8192 // STAGES
     runs = [replay([TraceRequest(0.0, 8192, 8)], TARGET, pipeline(s)) for s in ("largest", "cost")]
     first = [run.requests[0].ttft for run in runs]
     assert first[1] < 0.6 * first[0]
-    patience = patience_of(sizes.sizes, policy, modes, costs)
+    patience = patience_of(known)
     assert patience == pytest.approx(2 * first[0] / STAGES / 8192, rel=0.2)  # without attention
 
 

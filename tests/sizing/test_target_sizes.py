@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from shiftjax.config import EngineConfig
 from shiftjax.core.policies import make_policy
 from shiftjax.core.step_sizes import Demand, Turn
+from shiftjax.deploy.resolve import resolve
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.modelled import cost_model
@@ -17,7 +19,7 @@ from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import arrival_times, on_off_times, poisson, requests_at
-from shiftjax.sizing.cost_sizes import CostSizes
+from shiftjax.sizing.cost_sizes import CostSizes, Known
 from shiftjax.sizing.drain import SLACK, WEIGHT, Queue, _sized, best_size, size_alone
 from shiftjax.sizing.misses import Coming, Steps, num_missed, owed_to
 from shiftjax.sizing.target_sizes import (
@@ -26,8 +28,6 @@ from shiftjax.sizing.target_sizes import (
     Decision,
     TargetSizes,
     TargetStats,
-    metrics,
-    page_part,
 )
 from shiftjax.targets import Target, Targets
 
@@ -39,8 +39,8 @@ SIZES = [16 * 2**i for i in range(10)]
 def sizes_with(targets=TARGETS, num_groups=1):
     deployment = deploy(TARGET, "sp=8,tp=1,policy=cost")
     costs = cost_model(TARGET, deployment)
-    given = make_policy("cost", None, costs), costs.layout.modes, costs, num_groups
-    return TargetSizes(SIZES, *given, targets)
+    known = Known(SIZES, make_policy("cost", None, costs), costs.layout.modes, costs)
+    return TargetSizes(known, targets, num_groups)
 
 
 def sequence(arrival, first=None, last=0.0, num_tokens=0, priority=0):
@@ -114,7 +114,8 @@ def test_the_size_is_that_of_the_reference(part):
         got = sizes.best(demand, queue, seconds)
         expected, is_other = reference(sizes, demand, queue, seconds)
         assert got == expected, seed
-        assert sizes.stats.decided["targets"] == is_other
+        ((_, reason),) = sizes.told.steps
+        assert (reason == "targets") == is_other == (sizes.stats.last is not None)
         decided += is_other
     assert 10 <= decided <= 90
 
@@ -124,7 +125,7 @@ def test_targets_that_none_can_pass_change_nothing(seed):
     sizes, demand, queue, seconds = some(random.Random(seed))
     sizes.targets = Targets(Target(1e5, 1e3))
     assert sizes.best(demand, queue, seconds) == best_size(SIZES, demand.most, queue, seconds)
-    assert sizes.stats.decided == {"cost": 1}
+    assert "targets" not in {reason for _, reason in sizes.told.steps}
 
 
 def test_a_decode_at_its_limit_makes_steps_small_and_one_without_a_target_does_not():
@@ -161,14 +162,30 @@ def test_with_targets_there_are_sizes_between_others():
     assert largest.step_sizes == found[0]  # nobody chooses among more
 
 
+@pytest.mark.parametrize(
+    ("more", "is_chosen"),
+    [
+        ({}, False),  # that it is a CPU does not say what its steps cost
+        ({"machine": "cpu"}, True),
+        ({"policy": "cost"}, True),
+        ({"shift_threshold": 64}, False),
+    ],
+)
+def test_where_costs_are_unknown_no_size_is_compiled_for_targets(more, is_chosen):
+    cpu = target_from({"model": "llama-8b", "machine": "cpu"}).devices
+    devices = cpu._replace(total_bytes=80 << 30, free_bytes=80 << 30)
+    plain, aimed = (
+        resolve(EngineConfig.from_options(**more, **targets), TARGET.model, devices)
+        for targets in ({}, {"target_ttft": 1.0})
+    )
+    assert (aimed.step_sizes != plain.step_sizes) == is_chosen
+
+
 def test_what_is_told():
     last = Decision(2048, 0.04, 8192, 3.21)
     words = "2,048 tokens: about 0.0 requests would pass their targets, with 8,192 3.2"
-    stats = TargetStats() + TargetStats(last=last)
-    stats.decided.update({"cost": 3, "targets": 2})
-    assert page_part(stats + stats) == {"cost": 6, "targets": 4, "last": words}
-    (told,) = metrics(stats)
-    assert told.name == "step_sizes" and not list(metrics(None))
+    assert (TargetStats() + TargetStats(last)).words == words
+    assert TargetStats().words == ""
 
 
 # ------------------------------------------------------------------ what it brings
