@@ -33,6 +33,7 @@ from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
     all_deployments,
+    beside_in_words,
     degree_flags,
     fleet_estimates,
     gather_in_words,
@@ -91,8 +92,10 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     print(reason)
     command = serve_command(arguments.model or target.model.name, best)
     print(f"start: {command}\ntry:   {command} --simulate {arguments.machine}")
+    of_best = estimate(target, best, workload)
+    beside = (beside_in_words(one, of_best) for one in estimates[: len(own)])
     more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
-    for words in filter(None, (*more, stages_in_words(estimates))):
+    for words in filter(None, (*beside, *more, stages_in_words(estimates))):
         print(words)
     fleets = _fleets(target, workload, settings, options, estimates)
     compiled, kernels = _compile(target, to_compile, workload)

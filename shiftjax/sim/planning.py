@@ -219,6 +219,20 @@ def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> st
     )
 
 
+def beside_in_words(one: Estimate, recommended: Estimate) -> str:
+    """What a row of the user's own settings has beside the recommended one, in a sentence."""
+    if not one.fits:
+        return f"{one.deployment.name}: these settings have no room for such a request"
+    ttft = one.ttft_seconds / recommended.ttft_seconds
+    tpot = one.tpot_seconds / recommended.tpot_seconds
+    share = one.tokens_per_second / recommended.tokens_per_second
+    return (
+        f"{one.deployment.name}: these settings take {ttft:.2f} times the time to the first token "
+        f"of what is recommended, {tpot:.2f} times its time per token, and have {share:.0%} of "
+        "its tokens per second"
+    )
+
+
 # ------------------------------------------------------------------ several hosts
 
 

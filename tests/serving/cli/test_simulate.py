@@ -193,8 +193,30 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     assert config["steps_base"] == 0
     capsys.readouterr()
     assert main(["plan", "--config", str(file)]) == 0
-    row = capsys.readouterr().out.splitlines()[4].split()  # under what is planned, and headings
+    out = capsys.readouterr().out
+    row = out.splitlines()[4].split()  # under what is planned, and headings
     assert row[:6] == ["config", "1", "1", "4", "2", "True"]
+    assert "\nconfig: these settings take " in out
+
+
+def test_the_users_settings_are_compared_with_what_is_recommended(capsys, tmp_path):
+    file = tmp_path / "engine.yaml"
+
+    def words(settings: str) -> str:
+        file.write_text(f"model: llama-8b\n{settings}")
+        argv = ["--config", str(file), "--machine", "l4x8", "--goal", "throughput"]
+        assert main(["plan", *argv]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return next(line for line in lines if line.startswith("config: "))
+
+    same = "config: these settings take 1.00 times the time to the first token of what is "
+    same += "recommended, 1.00 times its time per token, and have "
+    assert words("sp: 8\ntp: 1\n").startswith(same)
+    other = words("dp: 8\nsp: 1\ntp: 1\n")
+    assert "take 5.99 times" in other and "have 59% of its tokens per second" in other
+    assert words("sp: 1\ntp: 1\nmax_num_seqs: 8\nnum_blocks: 9\n").endswith(
+        "no room for such a request"
+    )
 
 
 def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
