@@ -269,7 +269,8 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
     text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
-    moves = step_collectives(layout, step.mode, *sizes, formats)
+    experts = definition.experts_in(step.mode, bucket.tokens)
+    moves = step_collectives(layout, step.mode, *sizes, formats, experts)
     moves += sampling_collectives(layout, bucket.rows)
     costs = cost_model(target, deployment)
     return Compiled(

@@ -23,7 +23,7 @@ from shiftjax.costs.collectives import (
     sampling_collectives,
     step_collectives,
 )
-from shiftjax.costs.expert_load import room_of_exchange
+from shiftjax.costs.expert_modes import room_to_exchange
 from shiftjax.costs.machine_files import machine_of
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError
@@ -190,12 +190,13 @@ def program_rows(built: "Built") -> Iterator[Row]:
 def predicted_bytes(step: "StepDef", mode: Mode, bucket: Bucket) -> int:
     """Bytes of all collectives in a compiled step, those of branches that are seldom taken, too."""
     layout, formats = step.layout, step.model.formats
-    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats)
+    experts = step.experts_in(mode, bucket.tokens)
+    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats, experts)
     if layout.model.is_last_stage:
         moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
         moves += guess_collectives(layout, bucket.seqs, formats.activation_bytes)
-    if room_of_exchange(layout, mode, bucket.tokens):  # beside it the way without room
-        size = layout, mode, bucket.tokens, formats.activation_bytes
+    if room_to_exchange(layout, mode, experts, bucket.tokens):  # beside it the way without room
+        size = layout, mode, experts, bucket.tokens, formats.activation_bytes
         moves += layout.model.num_expert_layers * gather_of_experts(*size)
     return sum(move.num_bytes * move.num_times for move in moves)
 

@@ -304,7 +304,7 @@ EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
 
 
 def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
-    """The experts of a layer: whole ones, split over all devices in every mode.
+    """The experts of a layer: whole ones, split as `Layout.experts_sp` and steps say.
 
     They are `[expert, out, in]`, `down` too: nobody splits its inputs. Every device has the router.
     A shared expert is an MLP, and split as one.
@@ -317,7 +317,7 @@ def _moe(experts: Experts, hidden: int, names: ExpertNames) -> Iterator[Weight]:
         ("down", (hidden, width), names.down),
     ):
         source, axes = f"{names.expert}.{part}.weight", ("experts", None, None)
-        matrix = Weight(f"mlp.experts.{name}", (experts.num, *shape), axes, source, in_shift=True)
+        matrix = Weight(f"mlp.experts.{name}", (experts.num, *shape), axes, source)
         yield matrix
         if experts.has_bias:
             bias = matrix._replace(name=f"{matrix.name}_bias", shape=matrix.shape[:2], kind="bias")

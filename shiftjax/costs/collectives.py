@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import Formats
-from shiftjax.costs.expert_load import room_of_exchange
+from shiftjax.costs.expert_modes import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
-from shiftjax.parallel.grid import Mode, strides
+from shiftjax.parallel.grid import Mode, share_stride, strides
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
@@ -41,7 +41,7 @@ def layer_collectives(
     num_tokens: int,
     activation_bytes: int,
     *,
-    has_experts: bool = False,
+    experts: Mode | None = None,
     has_kv: bool = True,
 ) -> list[Collective]:
     """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
@@ -50,24 +50,28 @@ def layer_collectives(
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all brings each device n tokens of its query heads and of what it caches, or of query
     heads alone in layers without KV of their own. Another carries the output, n of its heads. Norms
-    of all heads sum two numbers a token over the devices that split a weight. Experts want all
-    tokens of a group on every device, and give sums of all of them back.
+    of all heads sum two numbers a token over the devices that split a weight.
+
+    A layer of experts, which are used as in the mode `experts`, has an MLP's sums. What shares
+    them brings its tokens together before that, and scatters their sums.
     """
     queries = layout.heads_per_device * layout.model.head_dim
     sums = num_tokens * queries * activation_bytes
     brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
     brought = brought if has_kv else sums
-    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if has_experts else 2)]
+    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if experts else 2)]
     weights, tokens = strides(mode, layout.tp)
     moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
     moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
     if layout.model.wide_qk_norm:
         squares = num_tokens // mode.sp * SQUARES
         moves.append(Collective("all-reduce", layout.ways(mode), squares, 1, weights))
-    if has_experts:
-        exchanges = room_of_exchange(layout, mode, num_tokens) > 0
-        move_experts = exchange_of_experts if exchanges else gather_of_experts
-        own = move_experts(layout, mode, num_tokens, activation_bytes)
+    if experts:
+        exchanges = room_to_exchange(layout, mode, experts, num_tokens) > 0
+        if exchanges:
+            own = exchange_of_experts(layout, mode, num_tokens, activation_bytes)
+        else:
+            own = gather_of_experts(layout, mode, experts, num_tokens, activation_bytes)
         if layout.model.experts and layout.model.experts.beside_mlp:
             own = _with_mlp(own, moves[0], exchanges)
         moves += own
@@ -82,23 +86,33 @@ def _with_mlp(moves: list[Collective], of_mlp: Collective, exchanges: bool) -> l
 
 
 def parts_collectives(
-    layout: Layout, mode: Mode, num_tokens: int, parts: LayerParts, activation_bytes: int
+    layout: Layout,
+    mode: Mode,
+    num_tokens: int,
+    parts: LayerParts,
+    activation_bytes: int,
+    experts: Mode | None = None,
 ) -> list[Collective]:
-    """What a layer of these parts moves; see `layer_collectives`."""
+    """What a layer of these parts moves; see `layer_collectives`. Experts None: as in SHIFT."""
     own = layout.shapes[parts.heads], mode, num_tokens, activation_bytes
-    return layer_collectives(*own, has_experts=parts.has_experts, has_kv=parts.num_kv > 0)
+    used = (experts or layout.shift) if parts.has_experts else None
+    return layer_collectives(*own, experts=used, has_kv=parts.num_kv > 0)
 
 
 def gather_of_experts(
-    layout: Layout, mode: Mode, num_tokens: int, activation_bytes: int
+    layout: Layout, mode: Mode, experts: Mode, num_tokens: int, activation_bytes: int
 ) -> list[Collective]:
-    """What a layer of experts moves that all tokens are brought to, and their sums back."""
-    size = num_tokens * layout.model.hidden_size * activation_bytes
-    _, tokens = strides(mode, layout.tp)
+    """What a layer of experts moves that tokens are brought to, and their sums back.
+
+    Those of the devices that share the experts: none where the mode splits them as weights, or
+    less.
+    """
+    shares, row = max(1, mode.sp // experts.sp), layout.model.hidden_size * activation_bytes
+    stride, size = share_stride(mode, experts, layout.tp), num_tokens // mode.sp * row
     moves = [
         _reduce(layout, mode, num_tokens, activation_bytes, 1),
-        Collective("all-gather", mode.sp, size, 1, tokens),
-        Collective("reduce-scatter", mode.sp, size // mode.sp, 1, tokens),
+        Collective("all-gather", shares, shares * size, 1, stride),
+        Collective("reduce-scatter", shares, size, 1, stride),
     ]
     return [move for move in moves if move.num_devices > 1]
 
@@ -113,7 +127,7 @@ def exchange_of_experts(
     that neighbours have computed, and what the expert that all tokens use adds to each.
     """
     devices, row = layout.num_devices, layout.model.hidden_size * activation_bytes
-    rows = devices * room_of_exchange(layout, mode, num_tokens)
+    rows = devices * room_to_exchange(layout, mode, layout.shift, num_tokens)
     weights, _ = strides(mode, layout.tp)
     moves = [
         Collective("all-reduce", devices, FLAG_BYTES, 1),
@@ -241,12 +255,17 @@ def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> l
 
 
 def step_collectives(
-    layout: Layout, mode: Mode, num_tokens: int, num_rows: int, formats: Formats
+    layout: Layout,
+    mode: Mode,
+    num_tokens: int,
+    num_rows: int,
+    formats: Formats,
+    experts: Mode | None = None,
 ) -> list[Collective]:
-    """All collectives of a step, with those of every layer."""
+    """All collectives of a step, with those of every layer. `experts` None: as in SHIFT."""
     activation_bytes, of_layers = formats.activation_bytes, []
     for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
-        moves = parts_collectives(layout, mode, num_tokens, parts, activation_bytes)
+        moves = parts_collectives(layout, mode, num_tokens, parts, activation_bytes, experts)
         of_layers += _times(moves, count)
     return [
         *of_layers,

@@ -102,7 +102,9 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
     copied = (
         weight
         for weight in stored_weights(layout, formats)
-        if weight.axes[0] is not None and (not weight.in_shift or weight.tied_to)
+        if weight.axes[0] is not None
+        if layout.used_in(weight, layout.shift, layout.shift) != layout.stored_in(weight)
+        or weight.tied_to
         if strategy == "replicate" or weight.kind in COPIED
     )
     return sum(shard_bytes(weight, layout, formats, layout.shift) for weight in copied)

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from shiftjax.device.mesh import exchange_mesh, mesh_of, named, replicated_spec
 from shiftjax.device.step import StepDef
-from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES
+from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXES, WEIGHT_AXES
 
 EXCHANGE_AXIS = "exchange"
 
@@ -36,7 +36,7 @@ def make_communicators(steps: Iterable[StepDef], widths: Iterable[int]) -> int:
 def _sets(step: StepDef, widths: Iterable[int]) -> Iterator[tuple[Mesh, tuple[str, ...]]]:
     """Meshes of a group, and the axes along which its devices talk."""
     for mode in step.weights.modes:
-        for axes in (WEIGHT_AXES, (TOKEN_AXIS,), ALL_AXES):
+        for axes in (WEIGHT_AXES, TOKEN_AXES, ALL_AXES):
             yield mesh_of(step.mesh, mode), axes
     for narrow in widths:
         if narrow < step.layout.sp:

@@ -11,7 +11,7 @@ from contextlib import suppress
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from shiftjax.device.mesh import named, replicated_spec
+from shiftjax.device.mesh import named, on_group, replicated_spec
 from shiftjax.device.mode_weights import ModeWeights, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
 from shiftjax.host_tier.copies_device import HostTier
@@ -20,12 +20,12 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
 
-def on_group(array: jax.Array | None, mesh: Mesh) -> jax.Array | None:
+def array_on_group(array: jax.Array | None, mesh: Mesh) -> jax.Array | None:
     """Return an array of a grid as that of one of its groups, over the same buffers."""
     if array is None:
         return None
     assert isinstance(array.sharding, NamedSharding)
-    sharding = NamedSharding(mesh, array.sharding.spec)
+    sharding = on_group(array.sharding, mesh)
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     mine = [shards[device] for device in mesh.devices.flat if device in shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, mine)
@@ -45,8 +45,9 @@ class GroupMemory:
         self._device_pools = device_pools
         self._weights = weights
         self._stored: Weights = ()
-        self._by_mode: dict[Mode, Weights] = {}
-        self._modes: set[Mode] = set()  # that steps have been run in
+        self._by_use: dict[tuple[Mode, Mode], Weights] = {}
+        self._uses: set[tuple[Mode, Mode]] = set()  # that steps have been run in
+        self._views: dict[tuple[int, Mode], jax.Array] = {}  # of an array in a mode
         self._sizes: PoolOptions | None = None
         self.host: HostTier | None = None
 
@@ -64,23 +65,28 @@ class GroupMemory:
     def pools(self, pools: FlatPools) -> None:
         self._device_pools.put(self.mesh, pools)
 
-    def params(self, mode: Mode) -> Weights:
-        """Return the weights that a step of a mode is called with."""
-        if mode not in self._by_mode:
-            self._modes.add(mode)
-            self._by_mode[mode] = self._weights.of(mode, self._stored)
-        return self._by_mode[mode]
+    def params(self, mode: Mode, experts: Mode | None = None) -> Weights:
+        """Return the weights that a step of a mode is called with, its experts as in another.
+
+        None: as in SHIFT. What several uses have in common is one view, or one copy.
+        """
+        use = mode, experts or self.layout.shift
+        if use not in self._by_use:
+            self._uses.add(use)
+            self._by_use[use] = self._weights.of(mode, self._stored, use[1], self._views)
+        return self._by_use[use]
 
     def fill(self, stored: Sequence[jax.Array | None]) -> None:
         """Take weights as `device.place` has put them on this group's devices, and others'.
 
         After `drop` with empty pools, and with the weights of all modes, so that no step waits.
         """
-        self._stored = self._weights.with_head([on_group(array, self.mesh) for array in stored])
+        mine = [array_on_group(array, self.mesh) for array in stored]
+        self._stored = self._weights.with_head(mine)
         if self._sizes is not None:
             self.allocate(self._sizes)
-        for mode in self._modes:
-            self.params(mode)
+        for use in self._uses:
+            self.params(*use)
 
     def wait(self) -> None:
         """Wait until all of it is on the devices. Raises what made a transfer fail."""
@@ -97,7 +103,8 @@ class GroupMemory:
             with suppress(Exception):
                 self.host.settle()
         self._stored = ()
-        self._by_mode.clear()
+        self._by_use.clear()
+        self._views.clear()
         self._device_pools.drop(self.mesh)
 
     def prepare(self, sizes: PoolOptions, extents: Extents | None) -> None:

@@ -1,17 +1,20 @@
 """Where arrays live: the mesh of a group in each mode, and every PartitionSpec of the engine.
 
-A mesh has axes `("tp", "shift", "sp")`: `tp` splits the weights as they are stored, `shift` splits
-them further, `sp` splits tokens. Its flat order is that of the places `j = t * SP + s` of
-`parallel/grid.py` in every mode, so for (SP=4, TP=2)
+A mesh has axes `("tp", "shift", "deal", "share", "sp")`: `tp` splits the weights as they are
+stored, `shift` and `deal` split them further, `share` and `sp` split tokens. Experts are used as
+in a mode of their own: `tp`, `shift` and `share` split them. The flat order is that of the places
+`j = t * SP + s` of `parallel/grid.py` in every mode, so for (SP=4, TP=2), with experts over all,
 
-    base   (2, 1, 4)      sp2   (2, 2, 2)      shift   (2, 4, 1)
+    base   (2, 1, 1, 4, 1)      sp2   (2, 2, 1, 2, 1)      shift   (2, 4, 1, 1, 1)
 
-are one list of devices in three shapes. Heads and KV cache are split over all three axes, so
+are one list of devices in three shapes. With experts as in base they are (2, 1, 1, 1, 4),
+(2, 1, 2, 1, 2) and (2, 1, 4, 1, 1). Heads and KV cache are split over all axes, so
 block `j` of the heads is on device j, whatever the mode: a step of any mode finds the cache that
 a step of another has written. For (SP=3, TP=2), with device (s, t) the (s * TP + t)-th that was
 given, that order is 0 2 4 1 3 5 (Shift Parallelism, arXiv 2509.16495, section 3.3, prints it).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -22,13 +25,15 @@ from jax.sharding import PartitionSpec as P
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import (
     ALL_AXES,
+    EXPERT_AXES,
     STORED_AXES,
-    TOKEN_AXIS,
+    TOKEN_AXES,
     WEIGHT_AXES,
     Device,
     Grid,
     Group,
     Mode,
+    axis_sizes,
 )
 from shiftjax.parallel.layout import Layout
 
@@ -40,7 +45,9 @@ def make_mesh(devices: Sequence[Device], sp: int, tp: int) -> Mesh:
 
 def group_mesh(devices: Sequence[Device], grid: Grid, group: Group) -> Mesh:
     """Return the mesh of a group in base mode."""
-    return _mesh([devices[i] for i in grid.devices_of(group)], grid.tp, 1, group.width)
+    base = Mode(group.width, group.width)
+    places = [devices[i] for i in grid.devices_of(group)]
+    return _mesh(places, *axis_sizes(base, base, grid.tp))
 
 
 def joined_mesh(meshes: Sequence[Mesh]) -> Mesh:
@@ -54,9 +61,13 @@ def rows_mesh(devices: Sequence[Device]) -> Mesh:
     return joined_mesh([make_mesh([device], 1, 1) for device in devices])
 
 
-def mesh_of(mesh: Mesh, mode: Mode) -> Mesh:
-    """Return the mesh of the same group in another mode: the same devices in the same order."""
-    return _mesh(mesh.devices.flat, mesh.shape["tp"], mode.width // mode.sp, mode.sp)
+def mesh_of(mesh: Mesh, mode: Mode, experts: Mode | None = None) -> Mesh:
+    """Return the mesh of the same group in another mode: the same devices in the same order.
+
+    `experts` is the mode as which its steps use experts; None: SHIFT.
+    """
+    experts = experts or Mode(mode.width, 1)
+    return _mesh(mesh.devices.flat, *axis_sizes(mode, experts, mesh.shape["tp"]))
 
 
 def exchange_mesh(mesh: Mesh, ways: int) -> Mesh:
@@ -81,18 +92,37 @@ def weight_spec(weight: Weight, split: tuple[str, ...] = WEIGHT_AXES) -> P:
     """Return the spec of a weight, split over the mesh axes `split`.
 
     What computes logit rows alone (LM head, late layers) is split over all devices in every mode:
-    a step has few rows, so the cost is the reading of the weight, and 1/P of it is least.
+    a step has few rows, so the cost is the reading of the weight, and 1/P of it is least. Experts
+    are split as the step says, whose mesh it is.
     """
-    return P(*(axis and (ALL_AXES if weight.in_shift else split) for axis in weight.axes))
+    if weight.in_shift:
+        split = ALL_AXES
+    elif weight.split == "experts":
+        split = EXPERT_AXES
+    return P(*(axis and split for axis in weight.axes))
 
 
-def stored_spec(weight: Weight, layout: Layout) -> P:
-    """Return the spec of a weight as it is stored, on the mesh of any group that has it."""
-    if layout.widest:
-        weight = weight._replace(in_shift=False)  # whole in every unit, for groups of any width
-    elif layout.gathers:
-        weight = weight._replace(in_shift=True)
-    return weight_spec(weight, STORED_AXES)
+def stored_sharding(weight: Weight, layout: Layout, mesh: Mesh) -> NamedSharding:
+    """Return where a weight is stored on the mesh of a group, or of some along an axis `dp`."""
+    mode, base = layout.stored_in(weight), layout.base
+    split = {layout.shift: ALL_AXES, base: STORED_AXES}.get(mode, EXPERT_AXES)
+    if split == EXPERT_AXES:
+        mesh = _reshaped(mesh, axis_sizes(base, mode, layout.tp))
+    return NamedSharding(mesh, P(*(axis and split for axis in weight.axes)))
+
+
+def on_group(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
+    """Return the same sharding on the devices of one group, also a wider one of a fleet."""
+    sizes = sharding.mesh.devices.shape[-len(ALL_AXES) :]
+    is_as_large = math.prod(sizes) == mesh.devices.size
+    return NamedSharding(_reshaped(mesh, sizes) if is_as_large else mesh, sharding.spec)
+
+
+def _reshaped(mesh: Mesh, sizes: tuple[int, ...]) -> Mesh:
+    groups = mesh.devices.shape[: -len(ALL_AXES)]
+    if mesh.devices.shape == (*groups, *sizes):
+        return mesh
+    return _mesh(mesh.devices.flat, *groups, *sizes)
 
 
 def view_spec() -> P:
@@ -120,7 +150,7 @@ def hidden_spec() -> P:
 
     Tokens as the mode does, columns as it splits weights.
     """
-    return P(TOKEN_AXIS, WEIGHT_AXES)
+    return P(TOKEN_AXES, WEIGHT_AXES)
 
 
 def packed_spec() -> P:

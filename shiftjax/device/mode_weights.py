@@ -32,6 +32,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import COPIED, dtype_of
 
 Weights = tuple[jax.Array, ...]
+Views = dict[tuple[int, Mode], jax.Array]  # of an array, by its place, as a mode uses it
 
 
 class ModeWeights(NamedTuple):
@@ -72,50 +73,76 @@ class ModeWeights(NamedTuple):
             for weight in firsts
         )
 
-    def of(self, mode: Mode, stored: Weights) -> Weights:
+    def of(
+        self,
+        mode: Mode,
+        stored: Weights,
+        experts: Mode | None = None,
+        held: Views | None = None,
+    ) -> Weights:
         """Return the arrays that a step of this mode is called with.
+
+        It uses experts as in the mode `experts` (None: SHIFT). `held` has the views that were made
+        before, and takes those that are made.
 
         Raises:
             ConfigError: a shard cannot be viewed in place.
         """
-        arrays = zip(self.arrays, stored, strict=True)
-        return tuple(self._array(members, mode, array) for members, array in arrays)
+        held, arrays = {} if held is None else held, []
+        for nth, (members, array) in enumerate(zip(self.arrays, stored, strict=True)):
+            used = self.layout.used_in(members[0], mode, experts or self.layout.shift)
+            if self._is_viewed(members[0], used) and (nth, used) not in held:
+                held[nth, used] = self._view(members, used, array)
+            arrays.append(held.get((nth, used), array))
+        return tuple(arrays)
 
     def specs(self) -> tuple[Any, ...]:
         """Return the spec with which each array enters a step, of any mode."""
-        split = STORED_AXES if self.strategy == "slice" else WEIGHT_AXES
+        if self.strategy == "slice":
+            return tuple(weight_spec(self._as_sliced(one), STORED_AXES) for one, *_ in self.arrays)
         return tuple(
-            weight_spec(weight._replace(in_shift=self._is_in_shift(weight)), split)
+            weight_spec(weight._replace(in_shift=self._is_in_shift(weight)), WEIGHT_AXES)
             for weight, *_ in self.arrays
         )
 
-    def abstract(self, mode: Mode, mesh: Mesh) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def abstract(
+        self, mode: Mode, mesh: Mesh, experts: Mode | None = None
+    ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return `of` as shapes: what compiling needs where there are no weights."""
-        mesh, params = mesh_of(mesh, mode), []
+        experts = experts or self.layout.shift
+        mesh, params = mesh_of(mesh, mode, experts), []
         for members, spec in zip(self.arrays, self.specs(), strict=True):
             weight, shape = members[0], joined_shape(members)
-            if self._is_viewed(weight, mode):
-                ways = self.layout.ways(self._used_in(weight, mode))
-                shape = (self._viewed_rows(members, mode) * ways, *shape[1:])
+            used = self.layout.used_in(weight, mode, experts)
+            if self._is_viewed(weight, used):
+                ways = self.layout.ways(used)
+                shape = (self._viewed_rows(members, used) * ways, *shape[1:])
             sharding = named(mesh, spec)
             dtype = dtype_of(weight, self.model.formats)
             params.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         return tuple(params)
 
-    def local(self, mode: Mode, params: Sequence[jax.Array]) -> Weights:
+    def local(
+        self, mode: Mode, params: Sequence[jax.Array], experts: Mode | None = None
+    ) -> Weights:
         """Return, inside a step, this device's shard of every declared weight in this mode.
 
         Those that are stored, if they are to be sliced, are sliced here.
         """
+        experts = experts or self.layout.shift
         shards: dict[str, jax.Array] = {}
         for members, array in zip(self.arrays, params, strict=True):
-            rows = self._rows(members[0], mode) if self._is_viewed(members[0], mode) else None
+            used = self.layout.used_in(members[0], mode, experts)
+            rows = self._rows(members[0], used) if self._is_viewed(members[0], used) else None
             each = layer_slices(array, len(members), rows)
             shards |= zip((weight.name for weight in members), each, strict=True)
         weights = ((weight, shards[weight.name]) for weight in self.model.declared)
         if self.strategy != "slice":
             return tuple(array for _, array in weights)
-        return tuple(self._slice(weight, mode, array) for weight, array in weights)
+        return tuple(
+            self._slice(weight, self.layout.used_in(weight, mode, experts), array)
+            for weight, array in weights
+        )
 
     def _head(self, embedding: Any) -> Any:
         layout = self.layout  # if it gathers, the embedding is stored as the head
@@ -124,37 +151,30 @@ class ModeWeights(NamedTuple):
         copy = self.strategy == "replicate"
         return array_in_mode(embedding, "vocab", layout, layout.shift, "lm_head", copy=copy)
 
-    def _array(self, members: Members, mode: Mode, stored: jax.Array) -> jax.Array:
+    def _view(self, members: Members, used: Mode, stored: jax.Array) -> jax.Array:
         weight = members[0]
-        if not self._is_viewed(weight, mode):
-            return stored
         copy = self.strategy == "replicate" or weight.kind in COPIED
-        rows, axis = self._viewed_rows(members, mode), weight.axes[0]
-        used = self._used_in(weight, mode)
+        rows, axis = self._viewed_rows(members, used), weight.axes[0]
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, used, weight.name, rows=rows, copy=copy)
 
-    def _rows(self, weight: Weight, mode: Mode) -> int:
-        """How many rows of a weight that has views a device uses in a mode."""
+    def _rows(self, weight: Weight, used: Mode) -> int:
+        """How many rows of a weight that has views a device uses."""
         axis = weight.axes[0]
         assert axis is not None
-        return self.layout.shard_rows(axis, self._used_in(weight, mode))
+        return self.layout.shard_rows(axis, used)
 
-    def _viewed_rows(self, members: Members, mode: Mode) -> int:
-        """Rows of a device's view of an array: up to the last that the mode uses of the last."""
+    def _viewed_rows(self, members: Members, used: Mode) -> int:
+        """Rows of a device's view of an array: up to the last that is used of the last."""
         first = members[0]
         stored = first.shape[0] // ways_stored(first, self.layout)
-        return (len(members) - 1) * stored + self._rows(first, mode)
+        return (len(members) - 1) * stored + self._rows(first, used)
 
-    def _used_in(self, weight: Weight, mode: Mode) -> Mode:
-        """The mode as whose steps split it a weight enters a step of `mode`."""
-        return self.layout.shift if weight.in_shift else mode
-
-    def _is_viewed(self, weight: Weight, mode: Mode) -> bool:
-        """Whether a mode has an array that is not the stored one."""
+    def _is_viewed(self, weight: Weight, used: Mode) -> bool:
+        """Whether steps that use it as in a mode (`Layout.used_in`) have another array of it."""
         if weight.axes[0] is None or self.strategy == "slice" or self.layout.gathers:
             return False
-        return self._used_in(weight, mode) != self.layout.stored_in(weight)
+        return used != self.layout.stored_in(weight)
 
     def _is_in_shift(self, weight: Weight) -> bool:
         """Whether it enters a step split over all devices; a tied head is sliced in the step."""
@@ -162,12 +182,19 @@ class ModeWeights(NamedTuple):
             return True
         return weight.in_shift and not (self.strategy == "slice" and weight.tied_to is not None)
 
-    def _slice(self, weight: Weight, mode: Mode, stored: jax.Array) -> jax.Array:
-        axis, mode = weight.axes[0], self._used_in(weight, mode)
-        if axis is None or mode == self.layout.base or self._is_in_shift(weight):
+    def _as_sliced(self, weight: Weight) -> Weight:
+        """With the axes that split it as it is stored: experts like all else, or over all."""
+        if weight.split != "experts":
+            return weight._replace(in_shift=self._is_in_shift(weight))
+        axes = ("rows", *weight.axes[1:])
+        return weight._replace(axes=axes, in_shift=self.layout.stored_in(weight).sp == 1)
+
+    def _slice(self, weight: Weight, used: Mode, stored: jax.Array) -> jax.Array:
+        axis = weight.axes[0]
+        if axis is None or used == self.layout.stored_in(weight) or self._is_in_shift(weight):
             return stored
         places = range(self.layout.num_devices)
-        starts = [self.layout.shard_offset(axis, mode, place) for place in places]
+        starts = [self.layout.shard_offset(axis, used, place) for place in places]
         start = jnp.asarray(np.array(starts, np.int32))[jax.lax.axis_index(ALL_AXES)]
-        rows = self.layout.shard_rows(axis, mode)
+        rows = self.layout.shard_rows(axis, used)
         return jax.lax.dynamic_slice_in_dim(stored, start, rows)

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, family_of, plain_axis, weights_of
 from shiftjax.device.joined import Joiner, Members
-from shiftjax.device.mesh import named, stored_spec
+from shiftjax.device.mesh import stored_sharding
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
@@ -131,7 +131,7 @@ def load_rows(
             placed = _load_codes(plain, parts, layout, mesh, rows)
         else:
             values = _load_one(plain, model.dtype, layout, mesh, rows)
-            shardings = tuple(named(mesh, stored_spec(each, layout)) for each in parts)
+            shardings = tuple(stored_sharding(each, layout, mesh) for each in parts)
             num_blocks = weight.shape[0] if plain.transposed else 0
             is_judged = layout.model.codes is not None
             *placed, error = _quantiser(num_blocks, shardings, is_judged)(values)
@@ -153,7 +153,7 @@ def _load_codes(
     as_read = plain._replace(kind="codes")
     array = _load_one(as_read, _OF_KIND["codes"], layout, mesh, rows)
     if plain.transposed:
-        array = _cutter(codes.shape[0], named(mesh, stored_spec(codes, layout)))(array)
+        array = _cutter(codes.shape[0], stored_sharding(codes, layout, mesh))(array)
     return [array, *(_load_one(each, _OF_KIND["scale"], layout, mesh, rows) for each in scales)]
 
 
@@ -244,7 +244,7 @@ class HostWeights:
 
 def _load_one(weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, rows: Rows) -> jax.Array:
     """Read what this process stores of one weight and put each device's shard on it."""
-    sharding = named(mesh, stored_spec(weight, layout))
+    sharding = stored_sharding(weight, layout, mesh)
     places = sharding.addressable_devices_indices_map(weight.shape)
     ranges = {
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])

@@ -15,6 +15,7 @@ from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec
+from shiftjax.device.mode_weights import Weights
 from shiftjax.device.pack import step_inputs, suits
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
@@ -89,8 +90,9 @@ class DeviceRunner:
 
     def view_weights(self) -> None:
         """Make the weights of every mode that there is a program for, so that no step waits."""
-        for mode in {mode for program in self.programs for mode in program.steps}:
-            self.memory.params(mode)
+        for program in self.programs:
+            for mode in program.steps:
+                self._params(program, mode)
 
     def warm_up(self) -> None:
         """Run every program once, and every copy between device and host.
@@ -175,11 +177,13 @@ class DeviceRunner:
         flat = put(prepared.flat, self._replicated)
         tables = self._place(program.tables, prepared.tables)
         last = self._no_tokens if last_tokens is None else last_tokens
-        memory, step = self.memory, program.steps[mode]
-        memory.pools, *results = step(
-            memory.params(mode), memory.pools, last, flat, tables, *hidden
-        )
+        memory, step, params = self.memory, program.steps[mode], self._params(program, mode)
+        memory.pools, *results = step(params, memory.pools, last, flat, tables, *hidden)
         return results
+
+    def _params(self, program: Program, mode: Mode) -> Weights:
+        experts = self.step.experts_in(mode, program.bucket.tokens)
+        return self.memory.params(mode, experts)
 
     def mode_for(self, prepared: Prepared, wanted: Mode) -> Mode:
         """The mode that a step runs in: the wanted one, or on a GPU the nearest that is compiled.

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, UInt32
 
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.device.mesh import (
     hidden_spec,
     mesh_of,
@@ -136,6 +137,7 @@ class StepDef:
     block_size: int  # tokens of a KV block in this layout
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
+    expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
@@ -164,6 +166,10 @@ class StepDef:
         """cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
 
+    def experts_in(self, mode: Mode, num_tokens: int) -> Mode:
+        """The mode as which a program uses experts."""
+        return self.expert_modes(mode, num_tokens) if self.expert_modes else self.layout.shift
+
     def compile(
         self, mode: Mode, pools: Any, packing: Packing, tables: RowMasks
     ) -> jax.stages.Compiled:
@@ -171,11 +177,11 @@ class StepDef:
 
         `pools` and `tables` may be arrays or `jax.ShapeDtypeStruct`s with shardings.
         """
-        params = self.weights.abstract(mode, self.mesh)
+        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
+        params = self.weights.abstract(mode, self.mesh, self.experts_in(mode, num_tokens))
         replicated = named(self.mesh, replicated_spec())
         last_tokens = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32, sharding=replicated)
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
-        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
         hidden = self.hidden(mode, num_tokens)
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
         lowered = step.lower(params, pools, last_tokens, flat, tables, *hidden)
@@ -201,19 +207,21 @@ class StepDef:
         result = StepResult._make((everywhere, everywhere, everywhere, guesses))
         given = () if model.is_first_stage else (hidden_spec(),)
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
+        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
+        parallel = Parallel(self.layout, mode, self.experts_in(mode, num_tokens))
 
         def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":
                 flat = _at_a_fixed_address(flat, last_tokens)
             inputs, pools = packing.unpack(flat), in_shape(pools, self.layout, self.block_size)
             pools, *results = self._local_step(
-                mode, inputs, params, pools, last_tokens, tables, *hidden
+                parallel, inputs, params, pools, last_tokens, tables, *hidden
             )
             return as_stored(pools), *results
 
         return jax.shard_map(
             step,
-            mesh=mesh_of(self.mesh, mode),
+            mesh=mesh_of(self.mesh, mode, parallel.as_experts),
             in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, tables, *given),
             out_specs=(pool_spec(), *given_back),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
@@ -223,7 +231,7 @@ class StepDef:
 
     def _local_step(
         self,
-        mode: Mode,
+        parallel: Parallel,
         inputs: StepInputs,
         params: tuple[jax.Array, ...],
         pools: ModelPools,
@@ -232,8 +240,8 @@ class StepDef:
         *given: Float[Array, "tokens_sp hidden_tp"],
     ) -> tuple[Any, ...]:
         """One device's part of the step; `given` by the stage before, if there is one."""
-        parallel = Parallel(self.layout, mode)
-        model = self.model.merge(self.weights.local(mode, params))
+        weights = self.weights.local(parallel.mode, params, parallel.as_experts)
+        model = self.model.merge(weights)
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)

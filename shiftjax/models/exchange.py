@@ -34,14 +34,22 @@ SwiftKV's late layers run in SHIFT in every mode, on logit rows: one all-gather 
 `sp` comes before them, where tokens are split.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES, Mode
+from shiftjax.parallel.grid import (
+    ALL_AXES,
+    DEAL_AXIS,
+    EXPERT_AXES,
+    SHARE_AXIS,
+    TOKEN_AXES,
+    WEIGHT_AXES,
+    Mode,
+)
 from shiftjax.parallel.layout import Layout
 
 Activations = Float[Array, "tokens hidden"]
@@ -58,10 +66,11 @@ class Parallel:
 
     layout: Layout
     mode: Mode
+    experts: Mode | None = None  # as which its steps use experts; None: SHIFT
 
     def of_heads(self, heads: int) -> "Parallel":
         """The same for layers with such heads (`ModelConfig.head_shapes`)."""
-        return self if heads == 0 else Parallel(self.layout.shapes[heads], self.mode)
+        return self if heads == 0 else replace(self, layout=self.layout.shapes[heads])
 
     @property
     def splits_tokens(self) -> bool:
@@ -73,7 +82,7 @@ class Parallel:
         if not self.splits_tokens:
             return per_token
         count = per_token.shape[0] // self.mode.sp
-        start = jax.lax.axis_index(TOKEN_AXIS) * count
+        start = jax.lax.axis_index(TOKEN_AXES) * count
         return jax.lax.dynamic_slice_in_dim(per_token, start, count)
 
     def reduce(self, partial: Activations) -> Activations:
@@ -87,22 +96,76 @@ class Parallel:
 
     @property
     def place(self) -> Int[Array, ""]:
-        """This device's place in the group, by which it has heads, experts and tokens' logits."""
+        """This device's place in the group, by which it has heads and tokens' logits."""
         return jax.lax.axis_index(ALL_AXES) if self.layout.num_devices > 1 else jnp.int32(0)
 
     def sum_of_all(
-        self,
-        partial: Float[Array, "tokens hidden"],
-        beside: Float[Array, "tokens_sp hidden"] | None = None,
+        self, partial: Float[Array, "tokens hidden"]
     ) -> Float[Array, "tokens_sp hidden"]:
-        """Sum what all devices, say with their experts, add to all tokens; each keeps its own.
+        """Sum what all devices add to all tokens; each keeps its own.
 
         Where tokens are split: one reduce-scatter over `sp`, then one all-reduce of the rest over
-        the devices that split a weight. In SHIFT one all-reduce over all devices. The latter takes
-        along what such devices have `beside` that for their tokens, partial products of a weight.
+        the devices that split a weight. In SHIFT one all-reduce over all devices.
         """
         if self.splits_tokens:
-            partial = jax.lax.psum_scatter(partial, TOKEN_AXIS, scatter_dimension=0, tiled=True)
+            partial = jax.lax.psum_scatter(partial, TOKEN_AXES, scatter_dimension=0, tiled=True)
+        return self.reduce(partial)
+
+    @property
+    def as_experts(self) -> Mode:
+        """The mode as which its steps use experts."""
+        return self.experts or self.layout.shift
+
+    @property
+    def shares(self) -> int:
+        """Devices that bring their tokens together, and split experts further than weights."""
+        return max(1, self.mode.sp // self.as_experts.sp)
+
+    @property
+    def deals(self) -> int:
+        """Devices that have the same experts and the same tokens."""
+        return max(1, self.as_experts.sp // self.mode.sp)
+
+    @property
+    def expert_place(self) -> Int[Array, ""]:
+        """This device's place among those that split the experts."""
+        is_split = self.layout.ways(self.as_experts) > 1
+        return jax.lax.axis_index(EXPERT_AXES) if is_split else jnp.int32(0)
+
+    @property
+    def deal_place(self) -> Int[Array, ""]:
+        """This device's place among those that have the same experts and tokens."""
+        return jax.lax.axis_index(DEAL_AXIS) if self.deals > 1 else jnp.int32(0)
+
+    def bring_tokens(
+        self, hidden: Float[Array, "tokens_sp hidden"]
+    ) -> Float[Array, "tokens_experts hidden"]:
+        """Return the tokens of all that share their experts: one all-gather over `share`."""
+        if self.shares == 1:
+            return hidden
+        return jax.lax.all_gather(hidden, SHARE_AXIS, tiled=True)
+
+    def brought(self, num_own: int) -> Int[Array, " tokens_experts"]:
+        """Return which tokens of the step those of `bring_tokens` are, with so many of each."""
+        shares, apart = self.shares, min(self.mode.sp, self.as_experts.sp)
+        if apart == 1:
+            return jnp.arange(shares * num_own)
+        first = jnp.arange(shares) * apart + jax.lax.axis_index(TOKEN_AXES[1])
+        return (first[:, None] * num_own + jnp.arange(num_own)[None]).reshape(-1)
+
+    def sum_experts(
+        self,
+        partial: Float[Array, "tokens_experts hidden"],
+        beside: Float[Array, "tokens_sp hidden"] | None = None,
+    ) -> Float[Array, "tokens_sp hidden"]:
+        """Sum what devices add to the tokens of `bring_tokens`; each keeps its own.
+
+        One reduce-scatter over `share`, if tokens were brought, and an MLP's all-reduce over the
+        devices that split a weight. That takes along what those have `beside` it for their tokens,
+        partial products of a weight.
+        """
+        if self.shares > 1:
+            partial = jax.lax.psum_scatter(partial, SHARE_AXIS, scatter_dimension=0, tiled=True)
         return self.reduce(partial if beside is None else partial + beside)
 
     def own_part(self, local: jax.Array) -> jax.Array:
@@ -153,7 +216,7 @@ class Parallel:
     @property
     def in_shift(self) -> "Parallel":
         """SHIFT inside a step of this mode: for layers that compute logit rows alone."""
-        return Parallel(self.layout, self.layout.shift)
+        return replace(self, mode=self.layout.shift)
 
     def gather_tokens(
         self, hidden: Float[Array, "tokens_sp hidden"]
@@ -195,7 +258,7 @@ class Parallel:
         k, v = self._replicate(k), self._replicate(v)
         parts = [x.reshape(x.shape[0], sp, -1, x.shape[-1]) for x in (q, k, v)]
         send = jnp.concatenate(parts, axis=2).swapaxes(0, 1)
-        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
+        got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
         got = got.reshape(-1, *got.shape[2:])
         h = self.layout.heads_per_device
         return got[:, :h], got[:, h : h + m], got[:, h + m :]
@@ -205,7 +268,7 @@ class Parallel:
         if not self.splits_tokens:
             return q
         send = q.reshape(q.shape[0], self.mode.sp, -1, q.shape[-1]).swapaxes(0, 1)
-        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
+        got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
         return got.reshape(-1, *got.shape[2:])
 
     def gather_heads(self, out: OwnHeads) -> AllHeads:
@@ -213,7 +276,7 @@ class Parallel:
         if not self.splits_tokens:
             return out
         send = out.reshape(self.mode.sp, -1, *out.shape[1:])
-        got = jax.lax.all_to_all(send, TOKEN_AXIS, split_axis=0, concat_axis=0)
+        got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
         return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
 
     def kv_head_shares(self) -> Float[Array, " kv_heads"]:
@@ -247,8 +310,8 @@ class Parallel:
             return hidden[rows]
         count = hidden.shape[0]
         owner, local = rows // count, rows % count
-        mine = (owner == jax.lax.axis_index(TOKEN_AXIS))[:, None]
-        return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), TOKEN_AXIS)
+        mine = (owner == jax.lax.axis_index(TOKEN_AXES))[:, None]
+        return jax.lax.psum(jnp.where(mine, hidden[local], jnp.zeros((), hidden.dtype)), TOKEN_AXES)
 
     def total(self, own: Int[Array, "..."]) -> Int[Array, "..."]:
         """Sum integers over all devices: one all-reduce."""
@@ -270,7 +333,7 @@ class Parallel:
 
 
 def _gather(part: jax.Array) -> jax.Array:
-    return jax.lax.all_gather(part, TOKEN_AXIS, tiled=True)
+    return jax.lax.all_gather(part, TOKEN_AXES, tiled=True)
 
 
 def _gather_codes(part: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.config import Activation, Experts
-from shiftjax.costs.expert_load import room_of_exchange
+from shiftjax.costs.expert_modes import room_to_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
 
@@ -122,12 +122,18 @@ def expert_layer(
 
     With what the `shared` one does, whose sum over the devices that split it is still to be made.
 
-    Where tokens are split, either all of them come to every device, or pairs go to the devices of
-    their experts: what moves fewer bytes (`costs.expert_load.room_of_exchange`). The exchange has
-    room for more pairs than a device gets on average; a step in which it is too small gathers.
+    Experts are used as in a mode of their own (`Parallel.experts`). If that splits them as the
+    step's mode splits weights, they are an MLP: a sum and nothing else. If it splits them further,
+    the devices that share them bring their tokens together. If it splits them less, the devices
+    with the same experts and tokens deal out the pairs among themselves.
+
+    Experts that are split over all devices may have pairs sent to them instead, if that is fewer
+    bytes (`costs.expert_modes.room_to_exchange`). The exchange has room for more pairs than a
+    device gets on average; a step in which it is too small gathers.
     """
     parallel = layer.parallel
-    room = room_of_exchange(parallel.layout, parallel.mode, x.shape[0] * parallel.mode.sp)
+    use = parallel.layout, parallel.mode, parallel.as_experts
+    room = room_to_exchange(*use, x.shape[0] * parallel.mode.sp)
     if not room:
         return _gather(x, layer, shared)
     sent = _send(x, layer, room)
@@ -142,18 +148,38 @@ def expert_layer(
 def _gather(
     x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, shared: jax.Array | None
 ) -> jax.Array:
-    """All tokens on every device: each adds what its own experts give."""
-    x, seen = layer.enter(layer.parallel.gather_tokens(x))
+    """The tokens of all that share the experts on each of them: it adds what its own give."""
+    parallel, index = layer.parallel, layer.parallel.brought(x.shape[0])
+    x, seen = layer.enter(parallel.bring_tokens(x))
     gains, chosen = layer.route(seen)
     if layer.experts.scales_input:  # one expert a token
         x, gains = _times(x, gains), jnp.ones_like(gains)
-    own = chosen - layer.parallel.place * layer.num_own
-    is_real = jnp.arange(x.shape[0]) < layer.num_tokens
+    own = chosen - parallel.expert_place * layer.num_own
+    is_real = index < layer.num_tokens
     is_own = (own >= 0) & (own < layer.num_own) & is_real[:, None]
     routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
+    if parallel.deals > 1:
+        routed, is_own = deal(routed, is_own.shape, parallel.deals, parallel.deal_place)
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
-    return layer.parallel.sum_of_all(partial, shared)
+    return parallel.sum_experts(partial, shared)
+
+
+def deal(
+    routed: Routed, shape: tuple[int, ...], num_devices: int, place: Int[Array, ""]
+) -> tuple[Routed, Bool[Array, "tokens k"]]:
+    """Return one device's part of the pairs that so many devices have alike, and which they are.
+
+    Parts follow each other in the order of experts and differ by one pair at most, so a device
+    reads few experts that another reads, too.
+    """
+    ends, num_pairs = jnp.cumsum(routed.sizes), routed.row.size
+    first, last = (ends[-1] * nth // num_devices for nth in (place, place + 1))
+    sizes = jnp.minimum(ends, last) - jnp.maximum(ends - routed.sizes, first)
+    nth = jnp.arange(num_pairs, dtype=jnp.int32)
+    rank = jnp.zeros(num_pairs, jnp.int32).at[routed.row].set(nth, unique_indices=True)
+    is_own = ((rank >= first) & (rank < last)).reshape(shape)
+    return Routed(routed.row[(nth + first) % num_pairs], jnp.maximum(sizes, 0)), is_own
 
 
 def _times(

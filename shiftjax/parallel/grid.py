@@ -33,11 +33,14 @@ from typing import Any, NamedTuple
 
 Device = Any  # a jax.Device: jaxlib ships no stubs, so a type checker cannot know it
 
-# Axes of a group's mesh in a mode, major first: (tp, width / sp, sp).
+# Axes of a group's mesh in a mode, major first; `axis_sizes` has their sizes.
 STORED_AXES = ("tp",)  # split the weights as they are stored
-WEIGHT_AXES = ("tp", "shift")  # split the weights as a step uses them
-TOKEN_AXIS = "sp"
-ALL_AXES = ("tp", "shift", "sp")  # split heads, KV cache, LM head and sampling
+DEAL_AXIS = "deal"  # devices with the same experts and the same tokens
+SHARE_AXIS = "share"  # devices that bring their tokens together, and split experts further
+WEIGHT_AXES = ("tp", "shift", DEAL_AXIS)  # split the weights as a step uses them
+EXPERT_AXES = ("tp", "shift", SHARE_AXIS)  # split the experts as a step uses them
+TOKEN_AXES = (SHARE_AXIS, "sp")
+ALL_AXES = ("tp", "shift", DEAL_AXIS, SHARE_AXIS, "sp")  # heads, KV cache, LM head and sampling
 
 
 def unit_order(width: int) -> list[int]:
@@ -62,6 +65,15 @@ class Mode(NamedTuple):
         return "base" if self.sp == self.width else f"sp{self.sp}"
 
 
+def axis_sizes(mode: Mode, experts: Mode, tp: int) -> tuple[int, int, int, int, int]:
+    """The sizes of `ALL_AXES` in steps of a mode whose experts are split as in another.
+
+    Of the two numbers of ways to split tokens, one divides the other.
+    """
+    (width, sp), e = mode, experts.sp
+    return tp, width // max(sp, e), max(1, e // sp), max(1, sp // e), min(sp, e)
+
+
 def strides(mode: Mode, tp: int) -> tuple[int, int]:
     """Devices between neighbours among those that split weights, and among those that split tokens.
 
@@ -72,6 +84,12 @@ def strides(mode: Mode, tp: int) -> tuple[int, int]:
     if sp in (1, width) or width & (width - 1) == 0:
         return 1, width // sp * tp
     return sp, tp
+
+
+def share_stride(mode: Mode, experts: Mode, tp: int) -> int:
+    """Devices between neighbours among those that bring their tokens together for experts."""
+    _, tokens = strides(mode, tp)
+    return tokens if mode.width & (mode.width - 1) == 0 else tokens * experts.sp
 
 
 class Group(NamedTuple):

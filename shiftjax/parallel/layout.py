@@ -4,6 +4,7 @@ Devices of a group are counted by place `j = t * SP + s` (tp-major, see `paralle
 mode that splits tokens `sp` ways, `sp` neighbours of that order hold the same weights: a rank.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -52,6 +53,10 @@ class Layout:
     unit and padded for the widest of them, of `widest` units; 0: the group has its weights alone.
     With `gathers` all weights are stored as SHIFT uses them, 1/P on each device, and modes that
     split tokens gather those of a layer when they come to it.
+
+    Experts are stored as the mode uses them that splits tokens `experts_sp` ways: P / experts_sp
+    ways. 1: over all devices. Steps may split them further, each as it says (`expert_modes`). Where
+    groups share weights, experts are whole in a unit, and this is how far they may be split least.
     """
 
     model: ModelConfig
@@ -59,6 +64,7 @@ class Layout:
     tp: int
     widest: int = 0
     gathers: bool = False
+    experts_sp: int = 1
 
     @property
     def num_devices(self) -> int:
@@ -83,6 +89,26 @@ class Layout:
     def ways(self, mode: Mode) -> int:
         """How many ways a step of this mode splits the weights."""
         return self.num_devices // mode.sp
+
+    @property
+    def least_split(self) -> Mode:
+        """The mode that splits experts least: as it uses them they are stored, but in a fleet."""
+        return Mode(self.sp, 1 if self.gathers else math.gcd(self.sp, self.experts_sp))
+
+    def expert_modes(self, mode: Mode) -> tuple[Mode, ...]:
+        """The modes as which steps of a mode may use experts; the last splits them most.
+
+        Their shards are rows of what is stored, and their groups lie inside those of the mode, or
+        the other way round.
+        """
+        if self.model.experts is None:
+            return (self.shift,)
+        return tuple(
+            each
+            for each in self.modes
+            if self.least_split.sp % each.sp == 0
+            if mode.sp % each.sp == 0 or each.sp % mode.sp == 0
+        )
 
     @property
     def padded_for(self) -> int:
@@ -268,11 +294,24 @@ class Layout:
 
     def stored_in(self, weight: Weight) -> Mode:
         """Return the mode as whose steps split it a weight is stored."""
-        return self.shift if (weight.in_shift or self.gathers) and not self.widest else self.base
+        if self.widest:
+            return self.base
+        if weight.in_shift or self.gathers:
+            return self.shift
+        return self.least_split if weight.split == "experts" else self.base
+
+    def used_in(self, weight: Weight, mode: Mode, experts: Mode) -> Mode:
+        """Return the mode as whose steps split it a weight enters a step of `mode`.
+
+        Experts are used as in a mode of their own.
+        """
+        if weight.in_shift:
+            return self.shift
+        return experts if weight.split == "experts" else mode
 
     def is_gathered(self, weight: Weight) -> bool:
         """Whether modes that split tokens gather a weight: those of layers that modes differ in."""
-        is_split = weight.axes[0] is not None and not weight.in_shift
+        is_split = weight.axes[0] not in (None, "experts") and not weight.in_shift
         return self.gathers and is_split and weight.kind != "table"
 
     def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
@@ -339,10 +378,11 @@ class Layout:
         return len(self.source_rows(axis, mode)) // self.ways(mode)
 
     def shard_offset(self, axis: str, mode: Mode, device: int) -> int:
-        """Return where the shard of a mode begins in the base shard that the device stores."""
-        base_rank, rank = device // self.sp, device // mode.sp
+        """Return where the shard of a mode begins in the shard that the device stores."""
+        stored = self.sp if axis != "experts" or self.widest else self.least_split.sp
+        base_rank, rank = device // stored, device // mode.sp
         layout, name = self.of_axis(axis)
         if name == "kv_heads":
             heads = layout.kv_heads_of_ranks(mode)[rank]
             return layout.base_kv_heads[base_rank].index(heads[0])
-        return (rank - base_rank * (self.sp // mode.sp)) * self.shard_rows(axis, mode)
+        return (rank - base_rank * (stored // mode.sp)) * self.shard_rows(axis, mode)

@@ -249,7 +249,8 @@ def sampler_collectives(one: CompiledStep) -> list[Collective]:
 def predicted_moves(one: CompiledStep) -> list[Collective]:
     """All collectives of its program, as the costs have them and its sampler adds to them."""
     layout, bucket = one.step.layout, one.case.bucket
-    moves = step_collectives(layout, one.case.mode, *bucket[:2], one.case.formats)
+    experts = one.step.experts_in(one.case.mode, bucket.tokens)
+    moves = step_collectives(layout, one.case.mode, *bucket[:2], one.case.formats, experts)
     return moves + sampler_collectives(one)
 
 

@@ -25,7 +25,7 @@ from shiftjax.costs.collectives import (
     sampling_collectives,
     step_collectives,
 )
-from shiftjax.costs.expert_load import room_of_exchange
+from shiftjax.costs.expert_modes import room_to_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.pool import PoolOptions
@@ -161,13 +161,14 @@ def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> None:
     (program,) = runner.programs
     for mode in runner.step.layout.modes:
         layout, bucket = runner.step.layout, program.bucket
-        moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats)
+        experts = runner.step.experts_in(mode, bucket.tokens)
+        moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats, experts)
         if settings.get("whole"):
             moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
         else:
             moves += greedy_collectives(layout, bucket.rows)
-        if room_of_exchange(layout, mode, bucket.tokens):
-            size = layout, mode, bucket.tokens, FLOAT32_BYTES
+        if room_to_exchange(layout, mode, experts, bucket.tokens):
+            size = layout, mode, experts, bucket.tokens, FLOAT32_BYTES
             count = layout.model.num_expert_layers
             moves += [m._replace(num_times=count) for m in gather_of_experts(*size)]
         moves += guess_collectives(layout, bucket.seqs, FLOAT32_BYTES)

@@ -298,7 +298,7 @@ def test_every_mode_does_the_same_work_of_experts_and_base_moves_what_it_gathers
     parts = [expert_part(*sizes, (mode, shift), 64) for mode in (Mode(8, 8), shift)]
     assert parts[0] == parts[1] and parts[0].products > 0
     moves = layer_collectives(group.layout, Mode(8, 8), 64, 2)
-    more = layer_collectives(group.layout, Mode(8, 8), 64, 2, has_experts=True)
+    more = layer_collectives(group.layout, Mode(8, 8), 64, 2, experts=Mode(8, 1))
     assert more == [
         *moves,
         Collective("all-gather", 8, 64 * 64 * 2, 1),

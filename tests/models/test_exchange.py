@@ -10,7 +10,7 @@ from spent import thorough
 
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.models.exchange import Parallel
-from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXIS, WEIGHT_AXES, Group
+from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXES, WEIGHT_AXES, Group
 
 TOKENS, HEAD_DIM = 72, 8  # 72 tokens split evenly over every SP from 1 to 9
 
@@ -39,7 +39,7 @@ def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, mode, heads, 
     kv[:, :, it.model.num_kv_heads :] = 0  # padded heads hold zeros
     # -1 rows (padding) index the last head, which is zero whenever there is padding.
     k, v = kv[:, :, it.source_rows("kv_heads", mode)]
-    token_split, head_split = P(TOKEN_AXIS, WEIGHT_AXES), P(None, ALL_AXES)
+    token_split, head_split = P(TOKEN_AXES, WEIGHT_AXES), P(None, ALL_AXES)
     got = run(it, mode, parallel.scatter_heads, (token_split,) * 3, (head_split,) * 3, q, k, v)
     cached = [head for j in range(it.num_devices) for head in it.kv_heads_of(j)]
     np.testing.assert_array_equal(got[0], q)
@@ -57,7 +57,7 @@ def test_sampled_rows_and_parts_of_the_vocabulary_are_where_they_belong(sp, tp, 
     hidden = rng.standard_normal((TOKENS, 4), np.float32)
     rows = rng.integers(0, TOKENS, TOKENS).astype(np.int32)
     vocab = rng.standard_normal((TOKENS, it.num_devices * 5), np.float32)
-    split = P(TOKEN_AXIS)
+    split = P(TOKEN_AXES)
     taken = run(it, mode, parallel.take_rows, (split, P()), P(), hidden, rows)
     np.testing.assert_array_equal(taken, hidden[rows])
 
@@ -73,7 +73,7 @@ def test_sampled_rows_and_parts_of_the_vocabulary_are_where_they_belong(sp, tp, 
 def test_reduce_sums_over_the_devices_that_split_the_weights(mode):
     it = layout(4, 2, 8, 8)
     parallel = Parallel(it, mode)
-    split = P(TOKEN_AXIS)
+    split = P(TOKEN_AXES)
     x = np.arange(TOKENS * 4, dtype=np.float32).reshape(TOKENS, 4)
     total = run(it, mode, parallel.reduce, (split,), split, jnp.asarray(x))
     np.testing.assert_array_equal(total, x * (8 // mode.sp))

@@ -26,7 +26,7 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import route
 from shiftjax.models.layers import Context, Rope
 from shiftjax.models.mlp import MoE
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import EXPERT_AXES, TOKEN_AXES, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
@@ -89,10 +89,10 @@ def of_shared(one: Case) -> np.ndarray:
 
 
 @cache
-def compiled(sp: int, tp: int, mode: Mode, k: int = 4):
+def compiled(sp: int, tp: int, mode: Mode, k: int = 4, experts_sp: int = 1):
     """The layer of experts in a mode, as a function of global arrays and the number of tokens."""
-    layout = Layout(CONFIGS[k], sp, tp)
-    parallel = Parallel(layout, mode)
+    layout = Layout(CONFIGS[k], sp, tp, experts_sp=experts_sp)
+    parallel = Parallel(layout, mode, Mode(sp, experts_sp))
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
 
     def run(x, router, gate, up, down, shared, num_tokens):
@@ -105,23 +105,28 @@ def compiled(sp: int, tp: int, mode: Mode, k: int = 4):
         ropes = (Rope(x, x),)
         return layer(x, Context(ropes, metadata, xla_attention(16, (None,), 4), parallel))
 
-    tokens, experts = P("sp"), P(("tp", "shift", "sp"))
-    mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode)
-    specs = (tokens, P(), experts, experts, experts, P(("tp", "shift")), P())
+    tokens, experts = P(TOKEN_AXES), P(EXPERT_AXES)
+    mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode, parallel.experts)
+    specs = (tokens, P(), experts, experts, experts, P(WEIGHT_AXES), P())
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return jax.jit(mapped)
 
 
 MODES = [(sp, tp, mode) for sp, tp in MESHES for mode in Layout(CONFIGS[4], sp, tp).modes]
+USES = [
+    (sp, tp, mode, experts.sp)
+    for sp, tp, mode in MODES
+    for experts in Layout(CONFIGS[4], sp, tp, experts_sp=sp).expert_modes(mode)
+]
 EXCHANGES = [(8, 1, Mode(8, 8)), (4, 2, Mode(4, 4))]
 ROUTINGS = ["random", "one device", "one expert"]
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize(("sp", "tp", "mode"), MODES)
-def test_every_mode_gives_what_the_oracle_gives(sp, tp, mode, routing):
+@pytest.mark.parametrize(("sp", "tp", "mode", "experts_sp"), USES)
+def test_every_use_of_experts_gives_what_the_oracle_gives(sp, tp, mode, experts_sp, routing):
     one = case(routing)
-    got = np.asarray(compiled(sp, tp, mode)(*one, np.int32(REAL)))
+    got = np.asarray(compiled(sp, tp, mode, experts_sp=experts_sp)(*one, np.int32(REAL)))
     np.testing.assert_allclose(got[:REAL], expected(one), atol=TOLERANCE)
 
 

@@ -137,8 +137,8 @@ VIEWS_ROWS = (
     ),
     Mutant(
         "slices of SHIFT lie in the opposite order", "views", LAYOUT,
-        "(rank - base_rank * (self.sp // mode.sp)) * self.shard_rows(axis, mode)",
-        "((base_rank + 1) * (self.sp // mode.sp) - 1 - rank) * self.shard_rows(axis, mode)",
+        "(rank - base_rank * (stored // mode.sp)) * self.shard_rows(axis, mode)",
+        "((base_rank + 1) * (stored // mode.sp) - 1 - rank) * self.shard_rows(axis, mode)",
         (TEST_LAYOUT,), "SHIFT computes with its neighbour's weights",
     ),
     Mutant(
@@ -187,8 +187,10 @@ VIEWS_ROWS = (
         (TEST_MOVER,), "a request that moves has the keys of one layer",
     ),
     Mutant(
-        "late layers are split as the mode is", "views", MODE_WEIGHTS,
-        "return self.layout.shift if weight.in_shift else mode", "return mode",
+        "late layers are split as the mode is", "views", LAYOUT,
+        """        if weight.in_shift:
+            return self.shift
+        return experts if""", "        return experts if",
         (SWIFTKV,), "a late layer gets shards of another shape",
     ),
     Mutant(
@@ -236,8 +238,8 @@ EXCHANGE_ROWS = (
     ),
     Mutant(
         "every device has the first tokens", "exchange", EXCHANGE,
-        "start = jax.lax.axis_index(TOKEN_AXIS) * count",
-        "start = 0 * jax.lax.axis_index(TOKEN_AXIS) * count",
+        "start = jax.lax.axis_index(TOKEN_AXES) * count",
+        "start = 0 * jax.lax.axis_index(TOKEN_AXES) * count",
         ("tests/device/test_gathered_weights.py",),
         "tokens of other devices are never computed",
     ),
