@@ -96,9 +96,10 @@ class ModelOptions:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "number format of weights and activations; auto: what suits the backend"
     )
-    quantization: Literal["auto", "none", "fp8"] = option(
+    quantization: Literal["auto", "none", "fp8", "mxfp4", "int4"] = option(
         "auto",
-        "fp8: layers' matrices are e4m3 codes; none: plain numbers; auto: as the checkpoint is",
+        "fp8: layers' matrices are e4m3 codes; mxfp4, int4: the checkpoint's four bits; none: "
+        "plain numbers; auto: as the checkpoint is",
     )
     max_model_len: int | None = option(
         None, "longest prompt plus output, in tokens; default: the model's", low=1, high=1 << 24

@@ -21,7 +21,7 @@ from shiftjax.hosts.calls import Hosts
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import dtype_of, stored_weights
+from shiftjax.parallel.stored import codes_in, dtype_of, stored_weights
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.sim.chosen_mesh import with_chosen_mesh
@@ -105,8 +105,9 @@ def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
 
     Codes are made of them on the devices, but for those of a checkpoint.
     """
-    plain = formats.activations
-    held = Formats(formats.weights if model.has_codes else plain, plain, plain)
+    plain, codes = formats.activations, codes_in(model, formats)
+    has_codes = codes is not None and not codes.are_made_anew
+    held = Formats(formats.weights if has_codes else plain, plain, plain)
     return sum(
         weight.num_elements * dtype_of(weight, held).itemsize
         for weight in stored_weights(Layout(model, 1, 1), held)

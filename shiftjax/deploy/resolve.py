@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
-from shiftjax.arch.formats import AUTO, Formats, formats_of
+from shiftjax.arch.formats import AUTO, PACKED, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
 from shiftjax.config import EngineConfig, ParallelOptions
@@ -38,12 +38,18 @@ class Suited(NamedTuple):
 
 
 def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None = None) -> Formats:
-    """The number formats that the settings come to; matrices are as the checkpoint has them."""
+    """The number formats that the settings come to; matrices are as the checkpoint has them.
+
+    Raises ConfigError for four bits that it has not.
+    """
     suited, quantization = suited or Suited(), config.model.quantization
     dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
     formats = formats_of(dtype, config.cache.kv_cache_dtype)
     if quantization == "auto":
-        quantization = "none" if model.codes is None else "fp8"
+        quantization = "none" if model.codes is None else model.codes.format
+    if quantization in PACKED and (model.codes is None or model.codes.format != quantization):
+        words = f"quantization = {quantization}: {model.name} has no such codes, and none are made"
+        raise ConfigError([f"{words}: use auto, fp8 or none"])
     return formats if quantization == "none" else replace(formats, weights=quantization)
 
 

@@ -18,28 +18,33 @@ from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
+from shiftjax.arch.config import Codes
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import Weight, family_of, plain_axis, weights_of
+from shiftjax.arch.weights import Kind, Weight, family_of, plain_axis, weights_of
 from shiftjax.device.joined import Joiner, Members
 from shiftjax.device.mesh import stored_sharding
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
+from shiftjax.parallel.four_bits import ZERO, groups_of_blocks
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import FLOAT32, INPUTS, SCALE, dtype_of, stored_weights
+from shiftjax.parallel.stored import FLOAT32, INPUTS, SCALE, codes_in, dtype_of, stored_weights
 from shiftjax.weights.kv_scales import read_scale
 from shiftjax.weights.source import (
     OF_CODES,
     OF_INPUTS,
     OF_SCALE,
+    OF_ZEROS,
     CheckpointError,
     TensorSource,
     check_finite,
+    part_shape,
 )
 
-# What a checkpoint's own codes are made of, and their scales; all else is in a model's format.
-_OF_KIND = {"codes": FORMATS["fp8"].dtype} | dict.fromkeys(FLOAT32, np.dtype(np.float32))
-_NAME_OF_KIND = {"codes": OF_CODES, "scale": OF_SCALE, "input_scale": OF_INPUTS}
+_NAME_OF_KIND = {
+    **{"codes": OF_CODES, "scale": OF_SCALE, "input_scale": OF_INPUTS},
+    **{"scales": OF_SCALE, "zeros": OF_ZEROS},
+}
 # Relative, in the mean over a matrix. No rounding to the 4 bits of e4m3 changes a number by more,
 # so above it many are too small beside their channel's largest to have a code: below 2^-18 of it.
 MOST_ADDED_ERROR = 1 / 16
@@ -125,15 +130,16 @@ def load_rows(
             dtype = dtype_of(weight, model.formats)
             joiner.put(plain.name, _load_one(plain, dtype, layout, mesh, rows))
             continue
-        names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS))
+        names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS, ZERO))
         parts = tuple(stored[name] for name in names if name in stored)
-        if layout.model.has_codes:
+        codes = codes_in(layout.model, model.formats)
+        if codes is not None and not codes.are_made_anew:
             placed = _load_codes(plain, parts, layout, mesh, rows)
         else:
             values = _load_one(plain, model.dtype, layout, mesh, rows)
             shardings = tuple(stored_sharding(each, layout, mesh) for each in parts)
             num_blocks = weight.shape[0] if plain.transposed else 0
-            is_judged = layout.model.codes is not None
+            is_judged = codes is not None
             *placed, error = _quantiser(num_blocks, shardings, is_judged)(values)
             errors |= {plain.name: error} if is_judged else {}
         for part, array in zip(parts, placed, strict=True):
@@ -150,11 +156,27 @@ def _load_codes(
 ) -> list[jax.Array]:
     """Place codes and scales of the checkpoint; devices cut row-parallel ones in blocks."""
     codes, *scales = parts
+    own = layout.model.codes
+    assert own is not None
+    dtype, is_packed = dtype_read("codes", own), FORMATS[own.format].is_packed
+    if not plain.transposed:
+        return [_load_one(each, dtype_read(each.kind, own), layout, mesh, rows) for each in parts]
     as_read = plain._replace(kind="codes")
-    array = _load_one(as_read, _OF_KIND["codes"], layout, mesh, rows)
-    if plain.transposed:
-        array = _cutter(codes.shape[0], stored_sharding(codes, layout, mesh))(array)
-    return [array, *(_load_one(each, _OF_KIND["scale"], layout, mesh, rows) for each in scales)]
+    if is_packed:  # two inputs are a row
+        *inputs, each, outputs = plain.shape
+        as_read = as_read._replace(shape=(*inputs, each // 2, outputs))
+    array = _load_one(as_read, dtype, layout, mesh, rows)
+    cut = _cutter(codes.shape[0], stored_sharding(codes, layout, mesh))
+    wanted = groups_of_blocks(plain, layout, own) if is_packed else None
+    placed = [cut(array)]
+    for each in scales:
+        as_read = each
+        if wanted is not None:  # rows of the checkpoint's groups, of which a block has some
+            shape, axes = (int(wanted.max()) + 1, each.shape[-1]), ("groups", None)
+            as_read = each._replace(shape=shape, axes=axes, transposed=True)
+        dtype = dtype_read(each.kind, own)
+        placed.append(_load_one(each, dtype, layout, mesh, rows, (as_read, wanted)))
+    return placed
 
 
 def _check_errors(model: str, errors: dict[str, float]) -> None:
@@ -237,35 +259,67 @@ class HostWeights:
 
     def _read(self, weight: Weight) -> np.ndarray:
         rows = read_rows(self._source, weight, 0, _num_rows(self._source, weight))
-        held = aligned_zeros(rows.shape, _OF_KIND.get(weight.kind, self._dtype))
+        codes = self._source.config.codes
+        held = aligned_zeros(rows.shape, dtype_read(weight.kind, codes, self._dtype))
         held[:] = rows
         return held
 
 
-def _load_one(weight: Weight, dtype: np.dtype, layout: Layout, mesh: Mesh, rows: Rows) -> jax.Array:
-    """Read what this process stores of one weight and put each device's shard on it."""
+def dtype_read(kind: Kind, codes: Codes | None, plain: DTypeLike = np.float32) -> np.dtype:
+    """Return what a weight of a kind is made of as it is read; `plain`: if it is no codes' part."""
+    own = FORMATS[codes.format if codes else "fp8"]
+    special = {"codes": own.dtype, "scales": own.scale, "zeros": np.dtype(np.uint8)}
+    if kind in special:
+        return special[kind]
+    return np.dtype(np.float32 if kind in FLOAT32 else plain)
+
+
+def _load_one(
+    weight: Weight,
+    dtype: np.dtype,
+    layout: Layout,
+    mesh: Mesh,
+    rows: Rows,
+    source: tuple[Weight, np.ndarray | None] | None = None,
+) -> jax.Array:
+    """Read what this process stores of one weight and put each device's shard on it.
+
+    `source`: as which weight it is read, and which of its rows each stored row has, `[rows, n]`, if
+    these are other than the layout says.
+    """
+    as_read, wanted = source or (weight, None)
     sharding = stored_sharding(weight, layout, mesh)
     places = sharding.addressable_devices_indices_map(weight.shape)
     ranges = {
         device: index[0].indices(weight.shape[0])[:2] if index else (0, weight.shape[0])
         for device, index in places.items()
     }
-    shards = _make_shards(weight, dtype, layout, rows, sorted(set(ranges.values())))
+    wanted = _wanted_rows(as_read, layout)[:, None] if wanted is None else wanted
+    spans = {span: wanted[slice(*span)].reshape(-1) for span in sorted(set(ranges.values()))}
+    shards = _make_shards(as_read, dtype, rows, spans)
+    shards = {span: shard.reshape(-1, *weight.shape[1:]) for span, shard in shards.items()}
     # Where the device is the host, devices that hold the same shard share its memory.
     arrays = [jax.device_put(shards[span], device) for device, span in ranges.items()]
     return jax.make_array_from_single_device_arrays(weight.shape, sharding, arrays)
 
 
-def _make_shards(
-    weight: Weight, dtype: np.dtype, layout: Layout, rows: Rows, ranges: list[tuple[int, int]]
-) -> dict[tuple[int, int], np.ndarray]:
-    """Return the rows `[start, stop)` of a stored weight for each range, padding as zeros."""
+def _wanted_rows(weight: Weight, layout: Layout) -> np.ndarray:
+    """Return which row of the checkpoint each stored row of a weight is; -1: padding."""
     axis = weight.axes[0]
-    mode = layout.stored_in(weight)
-    wanted = np.arange(weight.shape[0]) if axis is None else layout.source_rows(axis, mode)
-    first, last = _bounds(np.concatenate([wanted[start:stop] for start, stop in ranges]))
-    spans = [(each, wanted[slice(*each)]) for each in ranges]
-    spans = [(each, np.where(mine < 0, -1, mine - first)) for each, mine in spans]
+    if axis is None:
+        return np.arange(weight.shape[0])
+    wanted = layout.source_rows(axis, layout.stored_in(weight))
+    if weight.kind == "codes" and len(wanted) == 2 * weight.shape[0]:  # two inputs in a byte
+        return wanted[::2] // 2
+    return wanted
+
+
+def _make_shards(
+    weight: Weight, dtype: np.dtype, rows: Rows, wanted: dict[tuple[int, int], np.ndarray]
+) -> dict[tuple[int, int], np.ndarray]:
+    """Return the `wanted` rows of a weight for each range of devices, padding as zeros."""
+    first, last = _bounds(np.concatenate(list(wanted.values())))
+    spans = [(each, np.where(mine < 0, -1, mine - first)) for each, mine in wanted.items()]
     if not weight.stacked:
         block = rows(weight, first, last)
         return {each: _shard_of(block, mine, dtype) for each, mine in spans}
@@ -326,10 +380,13 @@ def read_rows(source: TensorSource, weight: Weight, first: int, last: int) -> np
 
 def _read_experts(source: TensorSource, weight: Weight, first: int, last: int) -> np.ndarray:
     """Read experts [first, last), each of which is a tensor: none of the others is touched."""
-    dtype = _OF_KIND.get(weight.kind, source.tensors[weight.of_expert(0).source].dtype)
+    plain = source.tensors[weight.of_expert(0).source].dtype
+    dtype = dtype_read(weight.kind, source.config.codes, plain)
     block = aligned_zeros((last - first, *weight.shape[1:]), dtype)
     for expert in range(first, last):
         one = weight.of_expert(expert)
+        if weight.kind in ("scales", "zeros"):  # stored with the groups first
+            one = one._replace(transposed=True)
         block[expert - first] = read_rows(source, one, 0, one.shape[0])
     return block
 
@@ -353,6 +410,7 @@ def _num_rows(source: TensorSource, weight: Weight) -> int:
     if weight.kind == "input_scale":
         return 1
     shape = source.tensors[weight.source].shape
+    shape = part_shape(shape, _NAME_OF_KIND.get(weight.kind, ""), source.config.codes)
     return shape[-1 if weight.transposed else 0] // _rows_of_tensor(weight)
 
 

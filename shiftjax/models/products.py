@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float8e4m3fn
+from jaxtyping import Array, Float, Float8e4m3fn, Real
 
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -60,9 +60,7 @@ def relative_error(
     return jnp.mean(errors) / jnp.maximum(jnp.mean((wide > 0).astype(jnp.float32)), LEAST_SCALED)
 
 
-def in_blocks(
-    codes: Float8e4m3fn[Array, "out inputs"], num_blocks: int
-) -> Float8e4m3fn[Array, "blocks out in"]:
+def in_blocks(codes: Real[Array, "out inputs"], num_blocks: int) -> Real[Array, "blocks out in"]:
     """Cut the inputs of a matrix in blocks."""
     return codes.reshape(codes.shape[0], num_blocks, -1).swapaxes(0, 1)
 

@@ -24,6 +24,11 @@ from shiftjax.parallel.layout import Layout
 ZERO = "_zero"  # after the name of the matrix whose zero points they are
 
 
+def num_inputs(weight: Weight) -> int:
+    """Return the inputs of a matrix of the table."""
+    return math.prod(weight.shape[:-1]) if weight.transposed else weight.shape[-1]
+
+
 def can_be_packed(inputs: int, codes: Codes) -> bool:
     """Whether rows of so many inputs are whole groups, of whole bytes."""
     group = codes.group or inputs

@@ -13,13 +13,15 @@ mode is some whole blocks, and the contraction is the innermost dimension in bot
 instructions of GPUs want, and nothing is transposed in a step. Codes of four bits: `four_bits.py`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
 from shiftjax.options import ConfigError
-from shiftjax.parallel.four_bits import packed_parts
+from shiftjax.parallel.four_bits import can_be_packed, num_inputs, packed_parts
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
@@ -43,6 +45,16 @@ def codes_in(model: ModelConfig, formats: Formats) -> Codes | None:
     """Return the checkpoint's codes if they are of the weights' format; None: it has none such."""
     codes = model.codes
     return codes if codes is not None and codes.format == formats.weights else None
+
+
+def with_packed_codes(model: ModelConfig, name: str) -> ModelConfig:
+    """Return a model as a checkpoint with four bits might have it, if its own has no such."""
+    if model.codes is not None and model.codes.format == name:
+        return model
+    codes = Codes(format=name, group=FORMATS[name].group)
+    matrices = [each for each in weights_of(model) if can_be_codes(each, name)]
+    plain = (each for each in matrices if not can_be_packed(num_inputs(each), codes))
+    return replace(model, codes=replace(codes, plain=tuple(w.parts[0].source for w in plain)))
 
 
 def is_quantised(weight: Weight, model: ModelConfig, formats: Formats) -> bool:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import ALIASES, FORMATS, formats_of
+from shiftjax.arch.formats import ALIASES, FORMATS, PACKED, formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.resolve import formats_in
 from shiftjax.options import ConfigError, shown, unknown_name
+from shiftjax.parallel.stored import with_packed_codes
 from shiftjax.sim.closed_loop import ClosedLoop, closed_loop, num_requests
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
@@ -58,6 +59,7 @@ def target_from(options: Mapping[str, Any]) -> Target:
     kv = options.get("kv_cache_dtype") or "auto"
     kv = ALIASES.get(kv, kv)
     wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
+    wrong += [kv] if kv in PACKED else []
     if wrong:
         raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])
     model = find_model(options["model"])
@@ -65,8 +67,10 @@ def target_from(options: Mapping[str, Any]) -> Target:
         words = "is an encoder, which every device holds whole: there is no mesh to plan"
         raise ConfigError([f"{model.name} {words}; `shiftjax check` says what it takes"])
     formats = formats_of(dtype, kv)
+    if dtype in PACKED:
+        model = with_packed_codes(model, dtype)
     if dtype == "auto" and model.codes is not None:
-        formats = replace(formats, weights="fp8")
+        formats = replace(formats, weights=model.codes.format)
     machine, engine = options["machine"], options.get("engine") or "shiftjax"
     hosts = options.get("hosts")
     return Target(model, load_machine(machine, hosts), load_engine(engine), formats)

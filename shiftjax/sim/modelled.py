@@ -24,6 +24,7 @@ from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import codes_in
 from shiftjax.phases.switch_costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
@@ -146,7 +147,8 @@ def reload_of(target: Target, deployment: Deployment) -> Reload:
     layouts = [stage.layout for stage in deployment.stages]
     pool = memory_of(target, deployment).kv_bytes
     formats = target.formats
-    if not target.model.has_codes:
+    codes = codes_in(target.model, formats)
+    if codes is None or codes.are_made_anew:
         formats = replace(formats, weights=formats.activations)
     return Reload(layouts, formats, target.machine, pool)
 

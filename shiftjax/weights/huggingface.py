@@ -1,6 +1,7 @@
 """Hugging Face directories: `config.json` and safetensors, in one file or in indexed shards."""
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,25 +11,26 @@ import numpy as np
 from shiftjax.arch.formats import DTYPES
 from shiftjax.weights.hf_config import read_config, read_json, to_json
 from shiftjax.weights.hf_names import places_of, stacks_of
-from shiftjax.weights.quant_config import read_method
+from shiftjax.weights.quant_config import read_method, widened_words
 from shiftjax.weights.quantised import present
 from shiftjax.weights.safetensors_file import read_header, write_file
 from shiftjax.weights.source import (
-    OF_CODES,
     OF_INPUTS,
-    OF_SCALE,
     CheckpointError,
     TensorInfo,
     TensorSource,
     bounds,
     check_finite,
     is_ignored,
+    matrix_and_part,
+    part_shape,
     row_ranges,
 )
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
+logger = logging.getLogger(__name__)
 ReadHeader = Callable[[Path], dict[str, TensorInfo]]
 
 
@@ -45,18 +47,20 @@ class HuggingFaceSource:
         method = read_method(directory)
         headers = read_headers(directory, is_quantised=method is not None)
         self._quantised = present(method, self.config, headers)
+        for words in widened_words(method, self.config):
+            logger.warning(words)
         tensors, self._places = places_of(self.config, self._quantised.tensors)
         self.tensors: Mapping[str, TensorInfo] = tensors
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
-        matrix = name.removesuffix(OF_CODES).removesuffix(OF_SCALE).removesuffix(OF_INPUTS)
+        matrix, suffix = matrix_and_part(name)
         info, place = self.tensors[matrix], self._places[matrix]
-        stored = f"{place.name}{name.removeprefix(matrix)}"
+        stored = f"{place.name}{suffix}"
         is_whole = place.expert is None and info == self._quantised.tensors[place.name]
-        if is_whole or name.endswith(OF_INPUTS):  # the inputs of a stack are one
+        if is_whole or suffix == OF_INPUTS:  # the inputs of a stack are one
             return self._quantised.read(stored, index)
-        shape = info.shape[:1] if name.endswith(OF_SCALE) else info.shape
+        shape = part_shape(info.shape, suffix, self.config.codes)
         rows, *rest = bounds(info._replace(shape=shape), index)
         rows = place.range_of(rows)
         if place.expert is None:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from shiftjax.arch.formats import FORMATS
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import ModelOptions
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
@@ -157,7 +158,8 @@ def _open(location: ModelLocation, seed: int, dtype: str) -> TensorSource:
 
         path = location.path
         config = read_config(path) if path else PRESETS[location.name.removeprefix(_RANDOM)]
-        if config.codes is not None:  # which are made of random numbers as of any others
+        # E4m3 codes are made of random numbers as of any others, those of four bits are drawn.
+        if config.codes is not None and not FORMATS[config.codes.format].is_packed:
             codes = replace(config.codes, are_made_anew=True, have_input_scales=False)
             config = replace(config, codes=codes)
         return RandomSource(config, seed, dtype)

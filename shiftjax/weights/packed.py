@@ -17,9 +17,9 @@ from shiftjax.weights.safetensors_file import read_range
 from shiftjax.weights.source import TensorInfo
 
 # AutoAWQ packs 8 neighbouring outputs into a word; its k-th 4 bits, lowest first, are this one's.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])  # the highest of the 4 bits is the sign
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1 = np.concatenate([E2M1, -E2M1])  # the highest of the 4 bits is the sign
 _E8M0, _MX_BLOCK = np.dtype(ml_dtypes.float8_e8m0fnu), 32
 _SCALE, _ZERO, _INPUT = "weight_scale", "weight_zero_point", "input_scale"
 _ORDERS = "g_idx", "weight_g_idx"
@@ -153,7 +153,7 @@ def _picked(part: Part, rows: slice, groups: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------- bits packed into words
 
 
-def _unpack(words: np.ndarray, bits: int) -> np.ndarray:
+def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     """Numbers out of 32-bit words along the last dimension, the lowest bits first: uint8."""
     raw = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)
@@ -191,13 +191,13 @@ def _packed(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     """compressed-tensors' words along the inputs, of numbers that have half their range added."""
     bits, half = packed.scheme.bits, np.float32(1 << (packed.scheme.bits - 1))
     words, inside = _words(packed, columns)
-    values = _unpack(packed.parts["weight_packed"].read(rows, words), bits)[:, inside]
+    values = unpack(packed.parts["weight_packed"].read(rows, words), bits)[:, inside]
     values = values.astype(np.float32)
     groups = _groups(packed, columns)
     if _ZERO in packed.parts:  # packed along the outputs, half added, too
         words, inside = _words(packed, rows)
         zeros = packed.parts[_ZERO].read(words)
-        values -= _unpack(zeros.T, bits)[:, inside].T[:, groups].astype(np.float32)
+        values -= unpack(zeros.T, bits)[:, inside].T[:, groups].astype(np.float32)
     else:
         values -= half
     values *= _of_range(packed, _SCALE, rows, groups)
@@ -221,10 +221,10 @@ def _gptq(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     """`scale * (code - zero)`, all with inputs first; words along the inputs."""
     bits, offset = packed.scheme.bits, np.int32(packed.scheme.zero_offset)
     words, inside = _words(packed, columns)
-    values = _unpack(packed.parts["qweight"].read(words, rows).T, bits)[:, inside]
+    values = unpack(packed.parts["qweight"].read(words, rows).T, bits)[:, inside]
     words, inside = _words(packed, rows)
     every = slice(0, packed.parts["qzeros"].info.shape[0])
-    zeros = _unpack(packed.parts["qzeros"].read(every, words), bits)[:, inside].T
+    zeros = unpack(packed.parts["qzeros"].read(every, words), bits)[:, inside].T
     return _affine(packed, values, zeros + offset, rows, _groups(packed, columns))
 
 
@@ -240,8 +240,8 @@ def _awq(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     """Return a range of an AWQ matrix as float32: words pack 8 interleaved output channels."""
 
     def numbers(name: str, inputs: slice) -> np.ndarray:
-        stored = _unpack(packed.parts[name].read(inputs, words), packed.scheme.bits)
-        order = np.argsort(_AWQ_ORDER)
+        stored = unpack(packed.parts[name].read(inputs, words), packed.scheme.bits)
+        order = np.argsort(AWQ_ORDER)
         eights = stored.reshape(stored.shape[0], stored.shape[1] // 8, 8)[..., order]
         return eights.reshape(stored.shape)[:, inside].T
 
@@ -273,7 +273,7 @@ def _mxfp4(packed: Packed, experts: slice, inputs: slice, outputs: slice) -> np.
     powers = packed.parts["scales"].read(experts, outputs, blocks).view(_E8M0).astype(np.float32)
     codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:3], _MX_BLOCK)
     with np.errstate(over="ignore"):  # infinite, as one that is none is NaN: the loader refuses it
-        values = _E2M1[codes] * powers[..., None]
+        values = E2M1[codes] * powers[..., None]
     values = values.reshape(*raw.shape[:2], raw.shape[2] * _MX_BLOCK)
     start = inputs.start - first * _MX_BLOCK
     return values[..., start : start + inputs.stop - inputs.start].swapaxes(1, 2)

@@ -5,20 +5,23 @@ knows how the numbers of a scheme lie in files. Whatever else a file asks for is
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.parallel.four_bits import can_be_packed, num_inputs
 from shiftjax.parallel.stored import can_be_codes
 from shiftjax.weights.errors import CheckpointError
 from shiftjax.weights.hf_names import stored_name
 from shiftjax.weights.typed_fields import Fields, read_json
 
 Kind = Literal["fp8", "fp8_blocks", "int8", "packed", "gptq", "awq", "mxfp4"]
+FOUR_BITS = ("packed", "gptq", "awq", "mxfp4")  # kinds that may have them
 FIELD = "quantization_config"
 _MODELOPT_FILE = "hf_quant_config.json"  # of ModelOpt, beside a config.json that may say nothing
 _HEAD = ("lm_head",)
@@ -37,6 +40,15 @@ class Scheme:
     zero_offset: int = 0  # what is added to a stored zero point
     is_computed_with: bool = False  # inputs become codes, too: products are of codes
     has_input_scale: bool = False  # in units of a number of the checkpoint
+    is_ordered: bool = False  # groups are of inputs that are no neighbours, as a tensor says
+    is_symmetric: bool = False  # zero points are there, and all in the middle of the codes
+
+    @property
+    def format(self) -> str | None:
+        """The four bits that devices can have of it; None: it is widened, or of eight bits."""
+        if self.kind == "mxfp4":
+            return "mxfp4"
+        return "int4" if self.bits == 4 and not self.is_ordered else None
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,10 @@ def parse_method(fields: Fields) -> Method | None:
 
 
 def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
-    """The layers' matrices that a checkpoint has as e4m3 codes; None: it is as if it had none."""
+    """The layers' matrices that a checkpoint has as codes; None: it is as if it had none.
+
+    E4m3, or else four bits of one kind: those that most matrices have.
+    """
     if method is None:
         return None
     matrices = (each for each in weights_of(config) if can_be_codes(each))
@@ -120,7 +135,7 @@ def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
     computed = {each: one for each, one in schemes.items() if one and one.is_computed_with}
     plain = tuple(_source(each) for each in schemes if each not in computed)
     if not computed:
-        return None
+        return _four_bits(schemes)
     in_blocks = any(one.kind != "fp8" for one in computed.values())
     fixed = [each for each, one in computed.items() if one.has_input_scale]
     stacked = [each for each in fixed if each.stacked or each.axes[0] == "experts"]
@@ -131,6 +146,53 @@ def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
             "use a checkpoint with dynamic ones"
         )
     return Codes(plain, are_made_anew=in_blocks, have_input_scales=bool(fixed))
+
+
+def _four_bits(schemes: Mapping[Weight, Scheme | None]) -> Codes | None:
+    """Return the codes of four bits that most matrices have; the others are plain to devices."""
+    found = {each: _packed_as(each, scheme) for each, scheme in schemes.items()}
+    counts = Counter(codes for codes in found.values() if codes)
+    if not counts:
+        return None
+    [(codes, _)] = counts.most_common(1)
+    possible = (each for each in found if can_be_codes(each, codes.format))
+    return replace(codes, plain=tuple(_source(each) for each in possible if found[each] != codes))
+
+
+def _packed_as(weight: Weight, scheme: Scheme | None) -> Codes | None:
+    """Return what a matrix's codes of four bits are, if devices can have them."""
+    if scheme is None or scheme.format is None or not can_be_codes(weight, scheme.format):
+        return None
+    has_zeros = scheme.has_zeros and not scheme.is_symmetric
+    codes = Codes(format=scheme.format, group=scheme.group or 0, has_zeros=has_zeros)
+    return codes if can_be_packed(num_inputs(weight), codes) else None
+
+
+def widened_words(method: Method | None, config: ModelConfig) -> Iterator[str]:
+    """Yield a line if matrices of four bits are widened when they are read, whatever is asked."""
+    if method is None:
+        return
+    matrices = [each for each in weights_of(config) if can_be_codes(each)]
+    schemes = {each: scheme_of(method, config, each) for each in matrices}
+    widened = [
+        _source(each)
+        for each, scheme in schemes.items()
+        if scheme and scheme.bits == 4 and scheme.kind in FOUR_BITS
+        if _is_widened(each, scheme, config.codes)
+    ]
+    if widened:
+        is_ordered = any(scheme and scheme.is_ordered for scheme in schemes.values())
+        reason = "of another kind than most, or cut a group"
+        if is_ordered:
+            reason = "in groups of inputs that are no neighbours (desc_act, actorder)"
+        yield (
+            f"{config.name}: {len(widened)} matrices of 4 bits are widened when they are loaded, "
+            f"because they are {reason}: {widened[0]} ..."
+        )
+
+
+def _is_widened(weight: Weight, scheme: Scheme, codes: Codes | None) -> bool:
+    return codes is None or codes.format != scheme.format or _source(weight) in codes.plain
 
 
 def scheme_of(method: Method, config: ModelConfig, weight: Weight) -> Scheme | None:
@@ -210,6 +272,7 @@ def _scheme(group: Fields, format: str) -> Scheme:
     strategy = _must(weights, "strategy", "tensor", "channel", "group")
     size = _group(weights) if strategy == "group" else None
     has_zeros = weights.data.get("symmetric") is False
+    is_ordered = weights.data.get("actorder") in (True, "group", "dynamic")
     if format in ("int-quantized", "naive-quantized"):
         _must(weights, "num_bits", 8)
         return Scheme("int8", 8, size, has_zeros=has_zeros)
@@ -217,7 +280,7 @@ def _scheme(group: Fields, format: str) -> Scheme:
         known = "float-quantized, int-quantized, naive-quantized or pack-quantized"
         group.problem(f"format must be {known}, found {format!r}")
     bits = _must(weights, "num_bits", 4, 8)
-    return Scheme("packed", bits, size, has_zeros=has_zeros)
+    return Scheme("packed", bits, size, has_zeros=has_zeros, is_ordered=is_ordered)
 
 
 def _float_scheme(weights: Fields, inputs: Fields) -> Scheme:
@@ -293,7 +356,13 @@ def _gptq(fields: Fields) -> Method:
     if fields.data.get("dynamic"):
         fields.problem("dynamic (bits of single modules) is not supported")
     offset = 0 if version == "gptq_v2" else 1
-    scheme = Scheme("gptq", bits or 4, _group(fields), has_zeros=True, zero_offset=offset)
+    scheme = Scheme(
+        *("gptq", bits or 4, _group(fields)),
+        has_zeros=True,
+        zero_offset=offset,
+        is_ordered=fields.data.get("desc_act") is True,
+        is_symmetric=fields.data.get("sym") is True,
+    )
     ignored = _names(fields, "modules_to_not_convert")
     return Method("gptq", ((_ALL, scheme),), ignored + (() if fields.flag("lm_head") else _HEAD))
 

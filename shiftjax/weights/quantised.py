@@ -3,6 +3,7 @@
 A `TensorSource` names `X.weight` whatever a file has in its place, and reads it as float32. Of
 matrices in e4m3 with a scale for each output channel it also reads `X.weight` + OF_CODES, the bytes
 of the file, and `X.weight` + OF_SCALE: so devices have the numbers that the checkpoint's maker had.
+So it does of four bits in groups (`packed_codes.py`).
 
 All that is wrong is found when the directory is opened: headers and scales are read for it, nothing
 else. Scales are 0.01% to 3% of a checkpoint; those of groups are not kept.
@@ -15,12 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import DTYPES
+from shiftjax.arch.config import Codes, ModelConfig
+from shiftjax.arch.formats import DTYPES, FORMATS
 from shiftjax.arch.weights import weights_of
 from shiftjax.parallel.stored import can_be_codes
 from shiftjax.weights.hf_names import stored_name
 from shiftjax.weights.packed import LAYOUTS, Layout, Packed, Part, Shape, spread
+from shiftjax.weights.packed_codes import read_part
 from shiftjax.weights.quant_config import FIELD, Method, Scheme, scheme_of
 from shiftjax.weights.safetensors_file import read_range
 from shiftjax.weights.source import (
@@ -30,6 +32,8 @@ from shiftjax.weights.source import (
     CheckpointError,
     TensorInfo,
     bounds,
+    matrix_and_part,
+    part_shape,
     row_ranges,
 )
 
@@ -56,16 +60,19 @@ class Presented(NamedTuple):
     tensors: dict[str, TensorInfo]  # as `read` returns them
     packed: dict[str, Packed]
     kv_scales: dict[str, np.ndarray]
+    codes: Codes | None = None  # of the model
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
+        matrix, suffix = matrix_and_part(name)
+        if suffix and self.codes and FORMATS[self.codes.format].is_packed:
+            return self._read_four_bits(matrix, suffix, index)
         if name.endswith(OF_SCALE):
             scales = self.packed[name.removesuffix(OF_SCALE)].scales
             assert scales is not None
             return np.array(scales[index])
         if name.endswith(OF_INPUTS):
             return _whole(self.packed[name.removesuffix(OF_INPUTS)].parts["input_scale"]).reshape(1)
-        matrix = name.removesuffix(OF_CODES)
         index = bounds(self.tensors[matrix], index)
         if name in self.kv_scales:
             return np.array(self.kv_scales[name][index])
@@ -75,6 +82,13 @@ class Presented(NamedTuple):
         return (
             packed.parts["weight"].read(*index) if name.endswith(OF_CODES) else packed.read(index)
         )
+
+    def _read_four_bits(self, matrix: str, suffix: str, index: tuple[slice, ...]) -> np.ndarray:
+        """The same of codes, their scales, or zero points."""
+        info, packed = self.tensors[matrix], self.packed[matrix]
+        axis = 1 if packed.scheme.kind == "mxfp4" else -1  # of stacks: experts, inputs, outputs
+        shape = part_shape(info.shape, suffix, self.codes, axis)
+        return read_part(packed, suffix, bounds(info._replace(shape=shape), index))
 
 
 def present(
@@ -90,7 +104,7 @@ def present(
         return Presented(dict(stored), {}, {})
     rest, kv_scales = _kv_scales(stored)
     modules, plain = _modules(rest)
-    presented = Presented(dict(plain), {}, {})
+    presented = Presented(dict(plain), {}, {}, config.codes)
     problems = list(_not_as_said(method, config, plain))
     for name, part in kv_scales.items():
         problems += _wrong_scales(part)

@@ -8,7 +8,8 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import expected_tensors, weights_of
-from shiftjax.weights.source import TensorInfo, bounds
+from shiftjax.weights.random_codes import packed_tensors, read_random
+from shiftjax.weights.source import TensorInfo, bounds, matrix_and_part, part_shape
 
 _LOCATION = "random"
 _PER_COUNTER = 16  # one Philox counter gives 4 x 64 bits: 16 values of 16 bits
@@ -35,10 +36,13 @@ class RandomSource:
             name: TensorInfo(shape, DTYPES[dtype], _LOCATION)
             for name, shape in expected_tensors(config).items()
         }
-        self._seed = seed
+        self._seed, self._packed = seed, packed_tensors(config)
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """See `TensorSource.read`."""
+        matrix, suffix = matrix_and_part(name)
+        if matrix in self._packed:
+            return self._read_codes(matrix, suffix, index)
         info, kind = self.tensors[name], self._kinds[name]
         rows, *columns = bounds(info, index)
         shape = (rows.stop - rows.start, *info.shape[1:])
@@ -49,6 +53,14 @@ class RandomSource:
         half_width = np.float32(np.sqrt(3.0) * (_BIAS_STD if kind in _SMALL else fan_in**-0.5))
         block = (values * half_width).reshape(shape)[(slice(None), *columns)]
         return np.ascontiguousarray(block.astype(info.dtype, copy=False))
+
+    def _read_codes(self, name: str, suffix: str, index: tuple[slice, ...]) -> np.ndarray:
+        info, codes = self.tensors[name], self.config.codes
+        assert codes is not None
+        shape = part_shape(info.shape, suffix, codes)
+        rows, columns = bounds(info._replace(shape=shape), index)
+        block = read_random((self._seed, name), suffix, info.shape, codes, rows)[:, columns]
+        return np.ascontiguousarray(block if suffix else block.astype(info.dtype, copy=False))
 
 
 def _uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:

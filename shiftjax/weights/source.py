@@ -9,7 +9,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.config import Codes, ModelConfig
+from shiftjax.arch.formats import FORMATS
 from shiftjax.arch.weights import EMBEDDING, LM_HEAD, expected_tensors
 from shiftjax.weights.errors import CheckpointError
 
@@ -24,8 +25,10 @@ _KV_SCALE = re.compile(r"model\.layers\.\d+\.self_attn\.[kv]_scale")
 _ORIGINAL = re.compile(r"model\.layers\.(\d+)\.self_attn\.[qkv]_proj\.(?:weight|bias)")
 _RANGE_BYTES = 64 << 20
 NAMED_ROWS = 2  # of a tensor, in the name of a checkpoint
-# After the name of a matrix that a checkpoint has as e4m3 codes: what `read` has of it, too.
+# After the name of a matrix that a checkpoint has as codes: what `read` has of it, too.
 OF_CODES, OF_SCALE, OF_INPUTS = ":codes", ":scale", ":input_scale"  # no tensor ends so
+OF_ZEROS = ":zeros"
+_SUFFIXES = OF_CODES, OF_SCALE, OF_INPUTS, OF_ZEROS
 logger = logging.getLogger(__name__)
 
 
@@ -67,9 +70,10 @@ class TensorSource(Protocol):
         Dimensions that `index` leaves out are read whole. Steps other than 1 and ranges outside
         the tensor raise ValueError. Of a matrix that is stored as codes (`config.has_codes`) its
         name + OF_CODES are these, e4m3 of the same shape, its name + OF_SCALE their units, float32
-        `[out]`, and its name + OF_INPUTS those of its inputs, `[1]`, if there are any. Peak host
-        memory: the range, times about four while a quantised tensor is expanded; nothing else stays
-        resident (files are memory-mapped).
+        `[out]`, and its name + OF_INPUTS those of its inputs, `[1]`, if there are any. Of codes of
+        four bits these are uint8 `[out, in / 2]`, `[out, groups]`, and with OF_ZEROS zero points of
+        groups (`packed_codes.py`). Peak host memory: the range, times about four while a quantised
+        tensor is expanded; nothing else stays resident (files are memory-mapped).
         """
         ...
 
@@ -77,6 +81,29 @@ class TensorSource(Protocol):
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of this name scales the keys or the values of a layer's KV cache."""
     return _KV_SCALE.fullmatch(name) is not None
+
+
+def matrix_and_part(name: str) -> tuple[str, str]:
+    """Return the name of a tensor, and what of it is meant: OF_CODES ..., or nothing."""
+    suffix = next((each for each in _SUFFIXES if name.endswith(each)), "")
+    return name.removesuffix(suffix), suffix
+
+
+def part_shape(
+    shape: tuple[int, ...], suffix: str, codes: Codes | None, axis: int = -1
+) -> tuple[int, ...]:
+    """Return the shape of a part of a matrix of this shape, whose inputs are dimension `axis`."""
+    if suffix == OF_INPUTS:
+        return (1,)
+    if codes is None or not FORMATS[codes.format].is_packed:
+        return shape[:1] if suffix == OF_SCALE else shape
+    inputs, axis = shape[axis], axis % len(shape)
+    size = inputs
+    if suffix == OF_CODES:
+        size = inputs // 2
+    elif suffix:
+        size = inputs // (codes.group or inputs)
+    return *shape[:axis], size, *shape[axis + 1 :]
 
 
 def is_ignored(name: str) -> bool:

@@ -23,7 +23,14 @@ from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.quant_config import parse_method
 from shiftjax.weights.quantised import Presented, present
 from shiftjax.weights.safetensors_file import read_header
-from shiftjax.weights.source import OF_CODES, OF_INPUTS, OF_SCALE, CheckpointError, check_complete
+from shiftjax.weights.source import (
+    OF_CODES,
+    OF_INPUTS,
+    OF_SCALE,
+    OF_ZEROS,
+    CheckpointError,
+    check_complete,
+)
 from shiftjax.weights.typed_fields import Fields
 
 UP = "model.layers.1.mlp.up_proj"
@@ -89,10 +96,65 @@ def test_codes_are_the_bytes_of_the_file(format):
         assert np.array_equal(source.read(name + OF_SCALE, part[:1]), scale[5:9])
 
 
-@pytest.mark.parametrize("format", [*files.BLOCKS, *files.PLAIN])
-def test_what_no_device_computes_with_has_no_codes(format):
-    config = written(format)[0].config
+WIDENED = ("weight-only-fp8", "w8a8", "int8-groups", "w8a16", "gptq-2", "gptq-8")
+ORDERED = ("gptq-ordered", "w4a16-ordered")
+FOUR_BITS = [each for each in files.PLAIN if each not in (*WIDENED, *ORDERED)]
+
+
+@pytest.mark.parametrize("format", [*files.BLOCKS, *WIDENED, *ORDERED])
+def test_what_no_device_computes_with_has_no_codes(format, caplog):
+    directory = written(format)[0].location
+    config = HuggingFaceSource(Path(directory)).config
     assert not config.has_codes and (config.codes is not None) == (format in files.BLOCKS)
+    told = [line for line in caplog.messages if "14 matrices of 4 bits are widened" in line]
+    assert len(told) == (format in ORDERED)
+
+
+@pytest.mark.parametrize("format", FOUR_BITS)
+def test_four_bits_are_read_in_ranges(format):
+    source, _, numbers = written(format)
+    group = 0 if format == "awq-channel" else 16
+    has_zeros = format != "w4a16"
+    assert source.config.codes == Codes(format="int4", group=group, has_zeros=has_zeros)
+    for name in (f"{UP}.weight", "model.layers.0.mlp.down_proj.weight"):
+        codes, scales = source.read(name + OF_CODES), source.read(name + OF_SCALE)
+        zeros = source.read(name + OF_ZEROS) if has_zeros else np.full(scales.shape, 8)
+        wide = np.stack([codes & 15, codes >> 4], axis=-1).reshape(numbers[name].shape)
+        size = wide.shape[1] // scales.shape[1]
+        assert scales.dtype == np.float32 and codes.dtype == np.uint8
+        close((wide - zeros.repeat(size, 1).astype(int)) * scales.repeat(size, 1), numbers[name])
+        part = slice(5, 22), slice(3, 17)
+        assert np.array_equal(source.read(name + OF_CODES, part), codes[part])
+        few = slice(9, 10), slice(0, 1)
+        assert np.array_equal(source.read(name + OF_SCALE, few), scales[few])
+        if has_zeros:
+            assert np.array_equal(source.read(name + OF_ZEROS, few), zeros[few])
+
+
+def test_symmetric_codes_have_no_zero_points(tmp_path):
+    def edit(config, _):
+        config["quantization_config"]["sym"] = True
+
+    with patch.dict(
+        files.FORMATS, sym=(files.PLAIN["gptq"][0], partial(files.gptq, symmetric=True))
+    ):
+        files.write(tmp_path, "sym", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    assert source.config.codes == Codes(format="int4", group=16)
+    source.read(f"{UP}.weight{OF_SCALE}")
+    files.write(tmp_path, "gptq", edit=edit, **TINY)
+    with pytest.raises(CheckpointError, match="expected zero points of 8, .* none"):
+        HuggingFaceSource(tmp_path).read(f"{UP}.weight{OF_SCALE}")
+
+
+def test_an_order_that_the_configuration_does_not_say_is_refused(tmp_path):
+    def edit(config, _):
+        config["quantization_config"]["desc_act"] = False
+
+    files.write(tmp_path, "gptq-ordered", edit=edit, **TINY)
+    source = HuggingFaceSource(tmp_path)
+    with pytest.raises(CheckpointError, match="groups of inputs that are no neighbours, .* none"):
+        source.read(f"{UP}.weight{OF_CODES}")
 
 
 @pytest.mark.parametrize("format", ["fp8", "awq"])
