@@ -8,7 +8,8 @@ a checkpoint has them, are weights of their own, of the same split as the codes:
     experts           codes [experts, out, in / 2]       scales [experts, groups, out]
 
 A shard is whole outputs, blocks or experts, so it never cuts a group but where a block would. There
-a block may lie within one group, whose scale it then has, too; all else is refused.
+groups are stored in smaller parts, each with the scale of the whole; what is left of few inputs is
+refused.
 """
 
 import math
@@ -21,6 +22,7 @@ from shiftjax.arch.weights import Weight
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
+LEAST_PART = 16  # inputs; a float32 for fewer would take half as much as their codes
 ZERO = "_zero"  # after the name of the matrix whose zero points they are
 
 
@@ -80,8 +82,8 @@ def groups_of_blocks(plain: Weight, layout: Layout, codes: Codes) -> np.ndarray:
     group = codes.group or int(inputs.max()) + 1
     source = np.where(inputs < 0, -1, inputs // group).reshape(layout.padded_for, -1)
     each = source.shape[1]
-    for size in dict.fromkeys((group, each)):  # a block is whole groups, or lies in one
-        if each % size or size % 2:
+    for size in dict.fromkeys((group, each, math.gcd(group, each))):
+        if each % size or size % 2 or size < min(each, LEAST_PART):
             continue
         parts = source.reshape(layout.padded_for, each // size, size)
         found = parts.max(axis=-1)

@@ -158,9 +158,7 @@ def numbers_of(stored: dict[str, np.ndarray], name: str) -> np.ndarray:
     codes, scales = stored[name], stored[f"{name}_scale"]
     zeros = stored.get(f"{name}_zero", np.full(scales.shape, 8)).astype(np.float64)
     wide = np.stack([codes % 16, codes // 16], axis=-1).reshape(*codes.shape[:-1], -1)
-    if (
-        codes.ndim == 3 and name.rsplit(".", maxsplit=1)[-1] not in "qkv"
-    ):  # blocks or experts: groups, out
+    if codes.ndim == 3 and not name.endswith((".q", ".k", ".v")):  # groups, then outputs
         scales, zeros = scales.swapaxes(1, 2), zeros.swapaxes(1, 2)
     group = wide.shape[-1] // scales.shape[-1]
     return (wide - zeros.repeat(group, axis=-1)) * scales.repeat(group, axis=-1).astype(np.float64)
@@ -187,9 +185,9 @@ def test_codes_on_devices_say_the_numbers_of_the_file(format, from_host):
             np.testing.assert_allclose(found[expert], expected, rtol=1e-6)
 
 
-def test_padded_heads_and_widths_have_whole_groups(tmp_path):
-    """3 KV heads of 9 on 2 devices become 4 of 12, of which 3 are zeros."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 48}
+def test_padded_heads_have_whole_groups(tmp_path):
+    """3 KV heads on 2 devices become 4, whose groups are zeros."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 64}
     _, _, numbers = files.write(tmp_path, "w4a16", hidden_size=96, **heads)
     stored = loaded(tmp_path, 1, 2)
     found = np.concatenate(list(numbers_of(stored, "layers.0.attention.o")), axis=1)
@@ -201,8 +199,8 @@ def test_padded_heads_and_widths_have_whole_groups(tmp_path):
 def test_a_block_that_cuts_groups_is_refused_with_what_to_use():
     directory = written("w4a16")[0]
     words = (
-        r"layers\.0\.mlp\.down: 3 devices have 86 inputs each, which cuts groups of 16 .* use other "
-        "degrees, or --quantization none"
+        r"layers\.0\.mlp\.down: 3 devices have 86 inputs each, which cuts groups of 16 .* use "
+        "other degrees, or --quantization none"
     )
     with pytest.raises(ConfigError, match=words):
         make(directory, 1, 3)

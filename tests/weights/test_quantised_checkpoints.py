@@ -143,7 +143,7 @@ def test_symmetric_codes_have_no_zero_points(tmp_path):
     assert source.config.codes == Codes(format="int4", group=16)
     source.read(f"{UP}.weight{OF_SCALE}")
     files.write(tmp_path, "gptq", edit=edit, **TINY)
-    with pytest.raises(CheckpointError, match="expected zero points of 8, .* none"):
+    with pytest.raises(CheckpointError, match=r"expected zero points of 8, .* none"):
         HuggingFaceSource(tmp_path).read(f"{UP}.weight{OF_SCALE}")
 
 
@@ -153,7 +153,7 @@ def test_an_order_that_the_configuration_does_not_say_is_refused(tmp_path):
 
     files.write(tmp_path, "gptq-ordered", edit=edit, **TINY)
     source = HuggingFaceSource(tmp_path)
-    with pytest.raises(CheckpointError, match="groups of inputs that are no neighbours, .* none"):
+    with pytest.raises(CheckpointError, match=r"groups of inputs that are no neighbours, .* none"):
         source.read(f"{UP}.weight{OF_CODES}")
 
 
