@@ -356,7 +356,7 @@ WEIGHTS_ROWS = (
     ),
     Mutant(
         "AWQ's outputs stay interleaved", "weights", "shiftjax/weights/packed.py",
-        "order = np.argsort(_AWQ_ORDER)", "order = np.arange(8)",
+        "order = np.argsort(AWQ_ORDER)", "order = np.arange(8)",
         (QUANTISED,), "outputs of a matrix change places",
     ),
     Mutant(
