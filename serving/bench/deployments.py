@@ -23,7 +23,7 @@ from shiftjax.costs.collectives import (
     sampling_collectives,
     step_collectives,
 )
-from shiftjax.costs.expert_modes import room_to_exchange
+from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.machine_files import machine_of
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import Formats
-from shiftjax.costs.expert_modes import room_to_exchange
+from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
 from shiftjax.parallel.layout import Layout

@@ -90,6 +90,14 @@ def room_of_exchange(layout: Layout, mode: Mode, num_tokens: int) -> int:
     return room if moved < gathered else 0
 
 
+def room_to_exchange(layout: Layout, mode: Mode, experts: Mode, num_tokens: int) -> int:
+    """Rows kept free for pairs between any two devices; 0: tokens are gathered, or not moved.
+
+    Only experts over all devices have pairs sent to them.
+    """
+    return room_of_exchange(layout, mode, num_tokens) if experts.sp == 1 else 0
+
+
 def _most(mean: float, variance: float, count: int) -> float:
     """The expected largest of `count` numbers with this mean and variance."""
     return mean + _score(count) * variance**0.5

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.collectives import Collective, parts_collectives
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.levels import collective_seconds
@@ -45,7 +46,14 @@ def _width(layout: Layout, parts: LayerParts) -> int:
 class LayerCosts:
     """Predicts the layers of the model of a layout, in steps of an engine."""
 
-    def __init__(self, layout: Layout, kernels: KernelCosts, engine: EngineOverhead):
+    def __init__(
+        self,
+        layout: Layout,
+        kernels: KernelCosts,
+        engine: EngineOverhead,
+        expert_modes: ExpertModes,
+    ):
+        self.expert_modes = expert_modes
         self.layout, self.model = layout, layout.model
         self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
@@ -62,12 +70,12 @@ class LayerCosts:
             return StepCost(), 0
         layout, formats = self.layout.shapes[parts.heads], self.kernels.formats
         width = formats.activation_bytes
-        part = None
+        part, used = None, self.expert_modes(mode, num_tokens)
         if parts.has_experts and num_tokens:
-            of_experts = layout, (mode, layout.shift), num_tokens, self.routing
+            of_experts = layout, (mode, used), num_tokens, self.routing
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
-        moves = parts_collectives(self.layout, mode, num_tokens, parts, width)
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
         codes = quantising(self.engine.quantising_kernels, layout, mode, num_tokens, formats)
         kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)

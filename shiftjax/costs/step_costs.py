@@ -50,6 +50,7 @@ from shiftjax.costs.collectives import (
     row_collectives,
     weight_collectives,
 )
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -91,7 +92,8 @@ class CostModel:
             *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
         )
         late = model.num_early_layers
-        self.layers = LayerCosts(layout, self.kernels, engine)
+        self.expert_modes = ExpertModes(layout, by_bytes(formats))
+        self.layers = LayerCosts(layout, self.kernels, engine, self.expert_modes)
         self._attention = [
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
             for each in layout.shapes

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.config import Activation, Experts
-from shiftjax.costs.expert_modes import room_to_exchange
+from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
 
@@ -128,7 +128,7 @@ def expert_layer(
     with the same experts and tokens deal out the pairs among themselves.
 
     Experts that are split over all devices may have pairs sent to them instead, if that is fewer
-    bytes (`costs.expert_modes.room_to_exchange`). The exchange has room for more pairs than a
+    bytes (`costs.expert_load.room_to_exchange`). The exchange has room for more pairs than a
     device gets on average; a step in which it is too small gathers.
     """
     parallel = layer.parallel

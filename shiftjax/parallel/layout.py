@@ -55,8 +55,10 @@ class Layout:
     split tokens gather those of a layer when they come to it.
 
     Experts are stored as the mode uses them that splits tokens `experts_sp` ways: P / experts_sp
-    ways. 1: over all devices. Steps may split them further, each as it says (`expert_modes`). Where
-    groups share weights, experts are whole in a unit, and this is how far they may be split least.
+    ways. 1: over all devices. Steps may split them further, each as it says (`expert_modes`); with
+    `experts_as` all use them as in the mode that splits tokens so many ways, or the nearest. Where
+    groups share weights, experts are whole in a unit, and `experts_sp` is how little they may be
+    split.
     """
 
     model: ModelConfig
@@ -65,6 +67,7 @@ class Layout:
     widest: int = 0
     gathers: bool = False
     experts_sp: int = 1
+    experts_as: int | None = None
 
     @property
     def num_devices(self) -> int:
@@ -103,12 +106,15 @@ class Layout:
         """
         if self.model.experts is None:
             return (self.shift,)
-        return tuple(
+        found = tuple(
             each
             for each in self.modes
             if self.least_split.sp % each.sp == 0
             if mode.sp % each.sp == 0 or each.sp % mode.sp == 0
         )
+        if (wanted := self.experts_as) is None:
+            return found
+        return (min(found, key=lambda each: (abs(each.sp - wanted), each.sp)),)
 
     @property
     def padded_for(self) -> int:

@@ -25,7 +25,7 @@ from shiftjax.costs.collectives import (
     sampling_collectives,
     step_collectives,
 )
-from shiftjax.costs.expert_modes import room_to_exchange
+from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.mesh import group_mesh
 from shiftjax.device.pool import PoolOptions

@@ -31,7 +31,7 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a layer has one all-reduce", "costs", COLLECTIVES,
-        "1 if experts else 2)]", "1 if has_experts else 1)]",
+        "1 if experts else 2)]", "1 if experts else 1)]",
         (TEST_COSTS,),
         "SHIFT looks cheaper than it is",
     ),
