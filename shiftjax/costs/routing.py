@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.group_costs import GroupCosts
 
@@ -75,11 +76,19 @@ class Routing:
         )
 
 
+def num_counted(model: ModelConfig) -> int:
+    """Return how many layers of a model have experts whose tokens are counted.
+
+    Late layers, which compute logit rows alone, count none.
+    """
+    return sum(parts.has_experts for parts in model.parts[: model.num_early_layers])
+
+
 def price(costs: GroupCosts, counts: np.ndarray) -> None:
     """From now on let experts take what these counts say, `[layers with experts, experts]`."""
     first = 0
     for stage in costs.stages:
-        model, num = stage.model, stage.model.num_expert_layers
+        model, num = stage.model, num_counted(stage.model)
         if model.experts is not None and num:
             own, padded_for = counts[first : first + num], stage.layout.padded_for
             stage.price(Routing.of_counts(own, model.experts.per_token, padded_for))

@@ -43,6 +43,7 @@ from shiftjax.parallel.grid import Device, Group
 from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.phases.pipeline_device import PipelineRunner
 from shiftjax.phases.resharding import PHASES, Phase
+from shiftjax.routing.history import history_of
 from shiftjax.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,8 @@ class DeviceBackend:
         sizes = PoolSizes(deployment, self.devices, self._cache_dir, hosts=self._hosts)
         compiled = self._compile(deployment, groups, sizes)
         self._progress("warm up", 0, 1)
-        runners = start_runners(compiled.deployment, groups, compiled.programs, {})
+        routing = history_of([deployment])
+        runners = start_runners(compiled.deployment, groups, compiled.programs, {}, routing)
         mover = None
         if deployment.widths:
             self._progress("compile moves", 0, 1)
@@ -110,7 +112,8 @@ class DeviceBackend:
         self.deployments = [compiled.deployment]
         if self._hosts is not None:
             self._hosts.least("to have started", ())
-        return Started([_groups(compiled, runners, self._hosts)], mover=mover)
+        started = [_groups(compiled, runners, self._hosts)]
+        return Started(started, mover=mover, routing=routing)
 
     def place(self, deployment: Deployment) -> list[Placed]:
         """Return the groups of a deployment with their weights."""
@@ -132,19 +135,20 @@ class DeviceBackend:
             compiled[phase] = self._compile(deployment, placed[phase], sizes)
         dtype = FORMATS[phases["prefill"].formats.activations].dtype
         exchange = DeviceExchange(placed, HostWeights(self._source, dtype))
-        extents, groups = {}, {}
+        extents, groups, routing = {}, {}, history_of(list(phases.values()))
         for phase in reversed(PHASES):
             begin = time.perf_counter()
             exchange.load(phase, self._progress)
             self.load_seconds += time.perf_counter() - begin
             self._progress("warm up", 0, 1)
             deployment, programs, *_ = compiled[phase]
-            runners = start_runners(deployment, placed[phase], programs, extents)
+            runners = start_runners(deployment, placed[phase], programs, extents, routing)
             warm_up(runners)
             groups[phase] = _groups(compiled[phase], runners, None)
             self.runners = [r for stages in runners.values() for r in stages] + self.runners
         self.deployments = [compiled[phase].deployment for phase in PHASES]
-        return Started([groups[phase] for phase in PHASES], exchange=exchange)
+        started = [groups[phase] for phase in PHASES]
+        return Started(started, exchange=exchange, routing=routing)
 
     def _try_kernels(self) -> TryKernels | None:
         how, devices, progress = self._check, own_devices(self.devices), self._progress

@@ -28,6 +28,8 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.parallel.grid import Device, Group, Mode
+from shiftjax.routing.counts_device import counted_steps
+from shiftjax.routing.history import RoutingHistory
 from shiftjax.weights.source import TensorSource
 
 # Tries the attention kernels in a shape: what is wrong with them, or None.
@@ -221,12 +223,13 @@ def start_runners(
     groups: Sequence[Placed],
     programs: Mapping[Kind, list[Program]],
     extents: Extents,
+    routing: RoutingHistory | None = None,
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
 
     Every program runs once; `warm_up` is to follow when all else is compiled. `extents` are the KV
     blocks on the host, of all groups and stages. Returns the runners of every group's stages; of
-    one that is no pipeline there is one.
+    one that is no pipeline there is one. Steps of models with experts add to `routing`.
 
     The widest groups come first: what devices need to talk to each other is made when they first
     do, and is then there for narrower groups, too.
@@ -237,9 +240,12 @@ def start_runners(
     on_host = extents if deployment.host_bytes else None
     stages: dict[Group, list[DeviceRunner]] = {}
     firsts: dict[Kind, DeviceRunner] = {}
-    for group, step, memory, _ in sorted(groups, key=lambda placed: -placed.group.width):
+    for group, step, memory, stage in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
-        runner = DeviceRunner(step, memory, pool, (), extents=on_host, seed=deployment.seed)
+        counted = counted_steps(deployment, stage, routing)
+        runner = DeviceRunner(
+            step, memory, pool, (), extents=on_host, seed=deployment.seed, counted=counted
+        )
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.weights import Weight
 from shiftjax.parallel.grid import (
+    ALIKE_AXES,
     ALL_AXES,
     EXPERT_AXES,
     STORED_AXES,
@@ -151,6 +152,11 @@ def hidden_spec() -> P:
     Tokens as the mode does, columns as it splits weights.
     """
     return P(TOKEN_AXES, WEIGHT_AXES)
+
+
+def counts_spec() -> P:
+    """Return the spec of pairs by expert `[devices with the same experts, layers, experts]`."""
+    return P(ALIKE_AXES, None, EXPERT_AXES)
 
 
 def packed_spec() -> P:

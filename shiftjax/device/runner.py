@@ -23,6 +23,7 @@ from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.grid import Mode
+from shiftjax.routing.counts_device import CountedSteps
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,11 @@ class DeviceRunner:
         *,
         extents: Extents | None = None,  # None: there is no host tier
         seed: int = 0,
+        counted: CountedSteps | None = None,  # of models with experts, where somebody asks
     ):
         self.step, self.memory, self.pool = step, memory, pool
         self.programs = list(programs)
+        self.counted = counted
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
         self._tables = step.table_shardings
@@ -164,7 +167,12 @@ class DeviceRunner:
         alone.
         """
         program = self.programs[prepared.program]
-        return self._call(program, prepared, mode, last_tokens, *hidden)
+        results = self._call(program, prepared, mode, last_tokens, *hidden)
+        if self.step.counts:
+            *results, counts = results
+            if self.counted is not None:
+                self.counted.see(counts)
+        return results
 
     def _call(
         self,

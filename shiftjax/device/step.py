@@ -7,6 +7,9 @@ hidden states, too, and all but the last return those instead:
 
     step(params, pools, last_tokens, flat, tables, hidden) -> (pools, hidden)
 
+What has layers of experts gives back the pairs that it computed, too, behind all else
+(`routing/counts_device.py`).
+
 Everything small that changes every step travels as one int32 vector (`flat`),
 because each separate transfer to 8 devices costs more than all their bytes; what only some
 requests need (`tables`) stays on the device until a request asks for it.
@@ -23,8 +26,11 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, UInt32
 
 from shiftjax.costs.expert_modes import ExpertModes
+from shiftjax.costs.routing import num_counted
 from shiftjax.device.mesh import (
+    counts_spec,
     hidden_spec,
+    is_spread,
     mesh_of,
     named,
     pool_spec,
@@ -44,6 +50,7 @@ from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
+from shiftjax.routing.counts_device import counts_of_step
 
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/results/cpu.md).
 COMPILER_OPTIONS = {
@@ -166,6 +173,11 @@ class StepDef:
         """cpu, gpu or tpu."""
         return self.mesh.devices.flat[0].platform
 
+    @property
+    def counts(self) -> bool:
+        """Whether steps give back pairs of tokens and experts."""
+        return num_counted(self.layout.model) > 0
+
     def experts_in(self, mode: Mode, num_tokens: int) -> Mode:
         """The mode as which a program uses experts."""
         return self.expert_modes(mode, num_tokens) if self.expert_modes else self.layout.shift
@@ -207,6 +219,8 @@ class StepDef:
         result = StepResult._make((everywhere, everywhere, everywhere, guesses))
         given = () if model.is_first_stage else (hidden_spec(),)
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
+        if self.counts:
+            given_back = *given_back, everywhere if is_spread(self.mesh) else counts_spec()
         num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
         parallel = Parallel(self.layout, mode, self.experts_in(mode, num_tokens))
 
@@ -246,12 +260,16 @@ class StepDef:
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
-        context = context._replace(token_ids=ids)
+        counted = [] if self.counts else None
+        context = context._replace(token_ids=ids, counted=counted)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
+        own = ()
+        if counted:
+            own = (counts_of_step(counted, parallel, is_spread=is_spread(self.mesh)),)
         if not self.layout.model.is_last_stage:
-            return pools, parallel.to_next_stage(hidden[-1])
-        return self._sampled(model, inputs, ids, hidden[-1], pools, tables, context)
+            return pools, parallel.to_next_stage(hidden[-1]), *own
+        return *self._sampled(model, inputs, ids, hidden[-1], pools, tables, context), *own
 
     def _sampled(
         self,

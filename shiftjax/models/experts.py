@@ -117,10 +117,11 @@ def expert_layer(
     x: Float[Array, "tokens_sp hidden"],
     layer: ExpertLayer,
     shared: Float[Array, "tokens_sp hidden"] | None = None,
-) -> Float[Array, "tokens_sp hidden"]:
-    """Return what their experts make of this device's tokens.
+) -> tuple[Float[Array, "tokens_sp hidden"], Int32[Array, " own_experts"]]:
+    """Return what their experts make of this device's tokens, and the pairs of its own experts.
 
     With what the `shared` one does, whose sum over the devices that split it is still to be made.
+    All devices together have every pair once, and none of padding.
 
     Experts are used as in a mode of their own (`Parallel.experts`). If that splits them as the
     step's mode splits weights, they are an MLP: a sum and nothing else. If it splits them further,
@@ -147,7 +148,7 @@ def expert_layer(
 
 def _gather(
     x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, shared: jax.Array | None
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """The tokens of all that share the experts on each of them: it adds what its own give."""
     parallel, index = layer.parallel, layer.parallel.brought(x.shape[0])
     x, seen = layer.enter(parallel.bring_tokens(x))
@@ -162,7 +163,7 @@ def _gather(
         routed, is_own = deal(routed, is_own.shape, parallel.deals, parallel.deal_place)
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
-    return parallel.sum_experts(partial, shared)
+    return parallel.sum_experts(partial, shared), routed.sizes
 
 
 def deal(
@@ -220,7 +221,7 @@ def _exchange(
     sent: Sent,
     room: int,
     shared: jax.Array | None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
     parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
     own, (num, k) = layer.enter(parallel.own_part(x))[0], sent.gains.shape
@@ -240,4 +241,4 @@ def _exchange(
     is_sent = (sent.device < shape[0])[..., None]
     out = jnp.where(is_sent, parts * gains[..., None], 0).sum(axis=1).astype(x.dtype)
     out = parallel.whole_part(out)
-    return out if shared is None else out + parallel.reduce(shared)
+    return out if shared is None else out + parallel.reduce(shared), routed.sizes

@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.experts import expert_layer
 from shiftjax.models.layers import Context, looked_up, norm, scaled, unit_norm
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
@@ -84,4 +83,4 @@ class ExpertsBesideMLP(MoE):
 
         layer = self._layer(context)._replace(enter=enter, scales=self.expert_scale[...])
         dense = norm(self.dense(x, context), self.dense_norm[...], config)
-        return dense + norm(expert_layer(residual, layer), self.experts_norm[...], config)
+        return dense + norm(self._experts(residual, layer, context), self.experts_norm[...], config)

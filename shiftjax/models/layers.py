@@ -44,6 +44,9 @@ class Context(NamedTuple):
     experts: ExpertBackend = XLA_EXPERTS
     place: PoolPlace | None = None  # of the layer that runs
     token_ids: Int[Array, " all_tokens"] | None = None  # of the step, for what layers look up
+    # Layers of experts append the pairs that this device computes with each of its own; None: no
+    # layer does.
+    counted: list[Array] | None = None
 
 
 def look_up(

@@ -86,7 +86,7 @@ class Attention(Part):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
-        _, metadata, backend, parallel, _, place, _ = context
+        _, metadata, backend, parallel, _, place, *_ = context
         q, k = self._heads(x, "q"), self._heads(x, "k")
         v = k if self.kind.keys_are_values else self._heads(x, "v")
         if self.config.wide_qk_norm:
@@ -176,7 +176,7 @@ class SharingAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _, place, _ = context
+        _, metadata, backend, parallel, _, place, *_ = context
         q = self._heads(x, "q")
         if self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
@@ -193,7 +193,7 @@ class LateAttention(Attention):
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _, place, _ = context
+        _, metadata, backend, parallel, _, place, *_ = context
         q = self._rotated(self._heads(x, "q"), context)
         own = metadata.block_tables, metadata.work, self.terms(place)
         out = backend.attend_rows(q, pool, *own)
@@ -307,10 +307,11 @@ def _traced_once(context: Context) -> RunLayer:
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
         of_step: tuple[tuple[Rope, ...], AttentionMetadata],
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+    ) -> tuple[Float[Array, "tokens hidden"], LayerPool, list[Array] | None]:
         ropes, metadata = of_step
-        own = context._replace(ropes=ropes, metadata=metadata, place=place)
-        return nnx.merge(graphdef, params)(x, pool, own, given)
+        counted = None if context.counted is None else []
+        own = context._replace(ropes=ropes, metadata=metadata, place=place, counted=counted)
+        return *nnx.merge(graphdef, params)(x, pool, own, given), counted
 
     def run(
         layer: DecoderLayer,
@@ -319,7 +320,11 @@ def _traced_once(context: Context) -> RunLayer:
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        return call(*nnx.split(layer), x, pool, place, given, (context.ropes, context.metadata))
+        of_step = context.ropes, context.metadata
+        x, pool, counted = call(*nnx.split(layer), x, pool, place, given, of_step)
+        if context.counted is not None:
+            context.counted.extend(counted or ())
+        return x, pool
 
     return run
 
@@ -416,7 +421,7 @@ class Llama(nnx.Module):
         metadata = context.metadata._replace(work=rows.late.work)
         ropes = rope_tables(rows.positions[rows.tokens], config)
         in_shift = context.parallel.in_shift
-        of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift)
+        of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift, counted=None)
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run = _traced_once(of_rows)

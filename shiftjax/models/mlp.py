@@ -82,7 +82,20 @@ class MoE(Part):
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
-        return expert_layer(x, self._layer(context), self._shared(x))
+        return self._experts(x, self._layer(context), context, self._shared(x))
+
+    def _experts(
+        self,
+        x: Float[Array, "tokens hidden"],
+        layer: ExpertLayer,
+        context: Context,
+        shared: Float[Array, "tokens hidden"] | None = None,
+    ) -> Float[Array, "tokens hidden"]:
+        """Return what experts make of tokens; who counts pairs is given them."""
+        out, pairs = expert_layer(x, layer, shared)
+        if context.counted is not None:
+            context.counted.append(pairs)
+        return out
 
     def _layer(self, context: Context) -> ExpertLayer:
         assert self.config.experts is not None

@@ -40,6 +40,7 @@ SHARE_AXIS = "share"  # devices that bring their tokens together, and split expe
 WEIGHT_AXES = ("tp", "shift", DEAL_AXIS)  # split the weights as a step uses them
 EXPERT_AXES = ("tp", "shift", SHARE_AXIS)  # split the experts as a step uses them
 TOKEN_AXES = (SHARE_AXIS, "sp")
+ALIKE_AXES = (DEAL_AXIS, "sp")  # devices with the same experts, each for pairs of its own
 ALL_AXES = ("tp", "shift", DEAL_AXIS, SHARE_AXIS, "sp")  # heads, KV cache, LM head and sampling
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from shiftjax.costs.routing import Routing
+from shiftjax.costs.routing import Routing, num_counted
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.metric import Metric, counter, gauge
 
 HALF_LIFE = 1 << 19  # tokens
@@ -84,6 +85,18 @@ class RoutingHistory:
         self._told, self._told_at = skews, state.num_tokens
         for watcher in self.watchers:
             watcher(state.counts)
+
+
+def history_of(deployments: Sequence[Deployment]) -> RoutingHistory | None:
+    """Return the histogram of a model, of which these run; None: it has no experts to count."""
+    model = deployments[0].layout.model
+    if model.experts is None or not num_counted(model):
+        return None
+    layouts = [one.layout for each in deployments for one in each.by_width.values()]
+    ways = {layout.ways(mode) for layout in layouts for mode in layout.modes}
+    sizes = model.experts.num, model.experts.per_token
+    devices = max(layout.padded_for for layout in layouts)
+    return RoutingHistory(num_counted(model), sizes, sorted(ways - {1}), devices)
 
 
 def metrics(state: RoutingState | None) -> Iterator[Metric]:

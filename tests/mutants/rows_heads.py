@@ -57,7 +57,7 @@ ROWS = (
     ),
     Mutant(
         "experts read what the MLP reads", "heads", "shiftjax/models/gemma4.py",
-        "expert_layer(residual, layer)", "expert_layer(x, layer)",
+        "self._experts(residual, layer,", "self._experts(x, layer,",
         (PARITY, GEMMA4), "Gemma 4 26B-A4B is another model",
     ),
     Mutant(
