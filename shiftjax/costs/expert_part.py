@@ -10,6 +10,7 @@ computes pairs of a token and an expert for the tokens that it sees:
 Where E is SHIFT and pairs are sent to their experts, that is as if all tokens were seen.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.costs.expert_load import Load, dealt, most_loaded, skew_of
@@ -85,3 +86,11 @@ def expert_part(
         expert_numbers(load.pairs, seen, experts.per_token, hidden, inner),
         num_kernels,
     )
+
+
+def in_words(layout: Layout, best: Mode, seconds: Mapping[Mode, float]) -> str:
+    """Why experts are used as in one mode, by the seconds of all that are possible."""
+    others = {used: each for used, each in seconds.items() if used != best}
+    second = min(others, key=others.__getitem__)
+    more = others[second] / seconds[best] - 1 if seconds[best] else 0.0
+    return f"{layout.ways(second)} ways would take {more:.0%} longer"

@@ -1,14 +1,17 @@
 """Seconds of a decoder layer on the device with the most to do, but for attention. No JAX.
 
-`step_costs.py` has the formulas. A layer of experts takes what `expert_part.py` says.
+`step_costs.py` has the formulas. A layer of experts takes what `expert_part.py` says, by the mode
+as which the step uses experts. Which one that is is asked of `expert_modes.py`; where the settings
+leave it open, it is the one that makes the layers of a step quickest.
 """
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.collectives import Collective, parts_collectives
-from shiftjax.costs.expert_modes import ExpertModes
-from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part
+from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
+from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead
@@ -46,17 +49,32 @@ def _width(layout: Layout, parts: LayerParts) -> int:
 class LayerCosts:
     """Predicts the layers of the model of a layout, in steps of an engine."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        kernels: KernelCosts,
-        engine: EngineOverhead,
-        expert_modes: ExpertModes,
-    ):
-        self.expert_modes = expert_modes
+    def __init__(self, layout: Layout, kernels: KernelCosts, engine: EngineOverhead):
         self.layout, self.model = layout, layout.model
         self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
+        self.expert_modes = ExpertModes(layout, self._quickest)
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
+
+    def _quickest(self, layout: Layout, mode: Mode, num_tokens: int) -> ExpertMode:
+        """The mode as which experts make a step's layers quickest, whatever routing was counted.
+
+        Of equals the one that splits them least, which moves least.
+        """
+        seconds = {
+            used: self._experts_seconds(mode, num_tokens, used)
+            for used in layout.expert_modes(mode)
+        }
+        best = min(seconds, key=seconds.__getitem__)
+        return ExpertMode(best, in_words(layout, best, seconds))
+
+    def _experts_seconds(self, mode: Mode, num_tokens: int, used: Mode) -> float:
+        """Seconds of all layers with experts, used as in another mode."""
+        layers = Counter(self.model.parts[: self.model.num_early_layers]).items()
+        return sum(
+            self.cost(mode, num_tokens, count, parts, used)[0].device
+            for parts, count in layers
+            if parts.has_experts
+        )
 
     def cost(
         self,
@@ -64,15 +82,21 @@ class LayerCosts:
         num_tokens: int,
         count: int,
         parts: LayerParts = PLAIN,
+        used: Mode | None = None,
     ) -> tuple[StepCost, int]:
-        """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp."""
+        """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp.
+
+        `used` is the mode as which experts are used; None: the quickest.
+        """
         if not count:
             return StepCost(), 0
         layout, formats = self.layout.shapes[parts.heads], self.kernels.formats
         width = formats.activation_bytes
-        part, used = None, self.expert_modes(mode, num_tokens)
+        part = None
         if parts.has_experts and num_tokens:
-            of_experts = layout, (mode, used), num_tokens, self.routing
+            routing = self.routing if used is None else None  # it changes no program
+            used = used or self.expert_modes(mode, num_tokens)
+            of_experts = layout, (mode, used), num_tokens, routing
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)

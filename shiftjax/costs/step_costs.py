@@ -50,7 +50,7 @@ from shiftjax.costs.collectives import (
     row_collectives,
     weight_collectives,
 )
-from shiftjax.costs.expert_modes import ExpertModes, by_bytes
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
@@ -92,8 +92,7 @@ class CostModel:
             *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
         )
         late = model.num_early_layers
-        self.expert_modes = ExpertModes(layout, by_bytes(formats))
-        self.layers = LayerCosts(layout, self.kernels, engine, self.expert_modes)
+        self.layers = LayerCosts(layout, self.kernels, engine)
         self._attention = [
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
             for each in layout.shapes
@@ -101,6 +100,11 @@ class CostModel:
         windows = [kind.sliding_window for kind in model.kinds]
         seen = list(zip(windows, (parts.heads for parts in model.parts), strict=True))
         self._early_seen, self._late_seen = Counter(seen[:late]), Counter(seen[late:])
+
+    @property
+    def expert_modes(self) -> ExpertModes:
+        """As in which mode steps use experts: what devices compile."""
+        return self.layers.expert_modes
 
     @property
     def stages(self) -> list["CostModel"]:

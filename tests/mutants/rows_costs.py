@@ -17,6 +17,7 @@ BANDS = "shiftjax/sim/error_bands.py"
 PUBLISHED = "shiftjax/sim/published.py"
 
 TEST_COSTS = "tests/costs/test_step_costs.py"
+TEST_PART = "tests/costs/test_expert_part.py"
 TEST_STAGES = "tests/costs/test_group_costs.py"
 TEST_MOVES = "tests/fleet/test_move_costs.py"
 TEST_FRONT = "tests/sim/test_front_end.py"
@@ -70,6 +71,32 @@ ROWS: tuple[Mutant, ...] = (
         "(1 - experts.per_token / experts.num) ** num_tokens",
         "(1 - experts.per_token / experts.num) ** 1",
         ("tests/costs/test_expert_load.py",), "large steps seem to read few experts",
+    ),
+    Mutant(
+        "reading experts takes no time", "costs", PART,
+        "kernels.experts(load, hidden", "kernels.experts(load._replace(experts=1.0), hidden",
+        (TEST_PART,), "experts that are not split seem quickest in every step",
+    ),
+    Mutant(
+        "pairs that are dealt are uneven", "costs", PART,
+        "return dealt(load, max(1, used.sp // mode.sp))",
+        "return load if used.sp <= mode.sp else most_loaded(experts, layout.num_devices, seen)",
+        (TEST_PART,), "experts that are not split are left out of small steps",
+    ),
+    Mutant(
+        "neighbours see each other's tokens where they share no experts", "costs", PART,
+        "num_tokens // min(mode.sp, used.sp)", "num_tokens // used.sp",
+        (TEST_PART,), "what is dealt out seems to be less than it is",
+    ),
+    Mutant(
+        "what was counted chooses among programs", "costs", "shiftjax/costs/layer_costs.py",
+        "routing = self.routing if used is None else None", "routing = self.routing",
+        (TEST_PART,), "a step is priced with experts of which there is no program",
+    ),
+    Mutant(
+        "skew is the same however experts are split", "costs",
+        "shiftjax/costs/expert_load.py", "scores * (ways / num_devices) ** 0.5", "1.0",
+        ("tests/costs/test_expert_load.py",), "few ways look dearer than they are",
     ),
     Mutant(
         "the parts of a contraction are no items", "costs", "shiftjax/costs/kernel_costs.py",
