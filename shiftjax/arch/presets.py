@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shiftjax.arch.config import Encoder, Experts, LayerKind, ModelConfig, RopeScaling
+from shiftjax.arch.config import Codes, Encoder, Experts, LayerKind, ModelConfig, RopeScaling
 from shiftjax.arch.traits import traits_of
 
 _COLUMNS = (
@@ -182,6 +182,7 @@ _GEMMA3_27B = _gemma3_kinds(1024, RopeScaling("linear", 8.0)) | {"query_scale": 
 _GPT_OSS_YARN = RopeScaling(
     "yarn", 32.0, 1.0, 32.0, 4096, attention_factor=0.1 * math.log(32) + 1, truncate=False
 )
+_MXFP4 = {"codes": Codes(format="mxfp4", group=32)}  # of the experts, as they are published
 _GPT_OSS_20B = _gpt_oss(128, 150_000.0, _GPT_OSS_YARN, Experts(32, 4, 2880, has_bias=True))
 _GPT_OSS_120B = _gpt_oss(128, 150_000.0, _GPT_OSS_YARN, Experts(128, 4, 2880, has_bias=True))
 _TINY_YARN = RopeScaling("yarn", 4.0, 1.0, 8.0, 64, attention_factor=1.1, truncate=False)
@@ -277,8 +278,8 @@ _PRESETS = (
     preset("gemma-4-26b-a4b", _GEMMA4, 2816, 2112, 30, 16, 8, 256, **_GEMMA4_26B),
     preset("phi-4", _PHI4, 5120, 17_920, 40, 40, 10, 128),
     preset("glm-4-9b", _GLM4, 4096, 13_696, 40, 32, 2, 128),
-    preset("gpt-oss-20b", _GPT_OSS, 2880, 2880, 24, 64, 8, 64, **_GPT_OSS_20B),
-    preset("gpt-oss-120b", _GPT_OSS, 2880, 2880, 36, 64, 8, 64, **_GPT_OSS_120B),
+    preset("gpt-oss-20b", _GPT_OSS, 2880, 2880, 24, 64, 8, 64, **_GPT_OSS_20B, **_MXFP4),
+    preset("gpt-oss-120b", _GPT_OSS, 2880, 2880, 36, 64, 8, 64, **_GPT_OSS_120B, **_MXFP4),
     preset("olmo-2-7b", _OLMO2, 4096, 11_008, 32, 32, 32, 128),
 )
 

@@ -5,6 +5,8 @@ A tile is some output channels. Its codes become numbers of the activations' typ
 come before those with odd ones, in both factors: so nothing is interleaved.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -26,16 +28,29 @@ def packed_product(
     zeros: UInt8[Array, "out groups"] | None = None,
 ) -> Float[Array, "tokens out"]:
     """Multiply by a matrix of four bits, float32."""
-    num_outputs, half = codes.shape
-    x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
-    rows = min(num_outputs, max(1, TILE_NUMBERS // (2 * half)))
 
-    def multiply(start: Array) -> Float[Array, "tokens rows"]:
+    def tile_of(start: Array, rows: int) -> Float[Array, "rows in"]:
         parts = (
             None if each is None else lax.dynamic_slice_in_dim(each, start, rows)
             for each in (codes, scales, zeros)
         )
-        tile = widened(*parts, dtype=x.dtype)
+        return widened(*parts, dtype=x.dtype)
+
+    return tiled_product(x, codes.shape[0], tile_of)
+
+
+def tiled_product(
+    x: Float[Array, "tokens in"], num_outputs: int, tile_of: Callable[[Array, int], Array]
+) -> Float[Array, "tokens out"]:
+    """Multiply by the tiles of a matrix, one after the other, float32.
+
+    `tile_of(start, rows)` gives these rows, `[rows, in]`, even inputs before odd ones.
+    """
+    rows = min(num_outputs, max(1, TILE_NUMBERS // x.shape[1]))
+    x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
+
+    def multiply(start: Array) -> Float[Array, "tokens rows"]:
+        tile = tile_of(start, rows)
         return jnp.einsum("ti,oi->to", x, tile, preferred_element_type=jnp.float32)
 
     if rows == num_outputs:

@@ -5,6 +5,7 @@ from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
+from rows_four_bits import ROWS as FOUR_BITS
 from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
 from rows_reproduce import ROWS as REPRODUCE
@@ -15,6 +16,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *HEADS, *PLANS, *REPRODUCE),
+    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *FOUR_BITS, *HEADS, *PLANS, *REPRODUCE),
     *(*REQUESTS, *SERVING, *SIZES, *STORED, *TIME),
 )

@@ -276,14 +276,14 @@ def test_files_that_are_no_json_object(tmp_path, content, message):
 
 @pytest.mark.parametrize("name", [*PRESETS])
 def test_written_presets_read_back_equal(name):
-    config = PRESETS[name]
+    config = replace(PRESETS[name], codes=None)  # what is written is plain
     data = json.loads(json.dumps(to_json(config, "bfloat16")))
     assert parse_config(data, config.name, "f") == config
 
 
 @pytest.mark.parametrize("name", UNDERSTOOD)
 def test_written_configs_read_back_equal(name):
-    config = load(name)
+    config = replace(load(name), codes=None)
     assert parse_config(to_json(config, "float32"), name, "f") == config
 
 

@@ -1,0 +1,72 @@
+"""Mutants of weights of four bits: how they are read, stored and multiplied."""
+
+from mutant import Mutant
+
+PRODUCTS = "shiftjax/models/four_bits.py"
+STORED = "shiftjax/parallel/four_bits.py"
+READERS = "shiftjax/weights/packed_codes.py"
+PLACE = "shiftjax/device/place.py"
+
+TEST_PRODUCTS = "tests/models/test_packed_products.py"
+TEST_DEVICE = "tests/device/test_four_bits.py"
+SAID = f"{TEST_DEVICE}::test_codes_on_devices_say_the_numbers_of_the_file"
+QUANTISED = "tests/weights/test_quantised_checkpoints.py"
+
+ROWS = (
+    Mutant(
+        "the upper four bits come first", "weights", PRODUCTS,
+        "jnp.stack([codes & 15, codes >> 4], axis=1)",
+        "jnp.stack([codes >> 4, codes & 15], axis=1)",
+        (TEST_PRODUCTS,), "neighbouring inputs change places",
+    ),
+    Mutant(
+        "a group has the scale of the next", "weights", PRODUCTS,
+        "numbers = numbers * units[:, None, :, None]",
+        "numbers = numbers * jnp.roll(units, -1, axis=1)[:, None, :, None]",
+        (TEST_PRODUCTS,), "texts are plausible and wrong",
+    ),
+    Mutant(
+        "the last group of a row has the scale of the one before", "weights", PRODUCTS,
+        "numbers = numbers * units[:, None, :, None]",
+        "numbers = numbers * units.at[:, -1].set(units[:, -2])[:, None, :, None]",
+        (TEST_PRODUCTS,), "texts are plausible and wrong",
+    ),
+    Mutant(
+        "the last tile begins where the others end", "weights", PRODUCTS,
+        "jnp.minimum(nth * rows, num_outputs - rows)", "nth * rows",
+        (TEST_PRODUCTS,), "the last outputs are those of others",
+    ),
+    Mutant(
+        "the least number of e2m1 is 1", "weights", PRODUCTS,
+        "jnp.where(most > 1, (most << 22) + (126 << 23), most * (126 << 23))",
+        "jnp.where(most > 1, (most << 22) + (126 << 23), most * (127 << 23))",
+        (TEST_PRODUCTS,), "0.5 has no implicit bit",
+    ),
+    Mutant(
+        "a block has the groups of the one before", "weights", STORED,
+        "            return found\n", "            return np.roll(found, 1, axis=0)\n",
+        (SAID,), "row-parallel matrices have wrong scales",
+    ),
+    Mutant(
+        "blocks lie in one group however many there are", "weights", STORED,
+        "if ((parts == found[..., None]) | (parts < 0)).all():", "if found.size:",
+        (f"{TEST_DEVICE}::test_padded_heads_have_whole_groups",
+         f"{TEST_DEVICE}::test_a_block_that_cuts_groups_is_refused_with_what_to_use"),
+        "a group that a block cuts has a scale of another",
+    ),
+    Mutant(
+        "experts' scales stay as the file has them", "weights", PLACE,
+        "one = one._replace(transposed=True)", "pass",
+        (SAID,), "scales and outputs change places",
+    ),
+    Mutant(
+        "GPTQ's zeros are off by one in codes, too", "weights", READERS,
+        "return zeros + np.uint8(packed.scheme.zero_offset)", "return zeros",
+        (QUANTISED,), "every weight is a step too large",
+    ),
+    Mutant(
+        "AWQ's codes stay interleaved", "weights", READERS,
+        "[..., np.argsort(AWQ_ORDER)]", "[..., np.arange(8)]",
+        (QUANTISED,), "outputs of a matrix change places",
+    ),
+)  # fmt: skip
