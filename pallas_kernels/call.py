@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Float, Int32
 
+from pallas_kernels.window import Window, wrong_window
+
 # Of K and of V: numbers that are compiled in, or a float32 array with those of every KV head.
 type KVScales = tuple[float, float] | Float[Any, "2 kv_heads"]
 
@@ -21,7 +23,7 @@ class AttentionOptions(NamedTuple):
     """softmax(soft_cap(scale * q k^T)) v, causal: what is compiled in."""
 
     scale: float
-    sliding_window: int | None = None  # a token sees so many keys at most, itself included
+    window: Window | None = None  # how far back a token sees; None: all of its context
     soft_cap: float | None = None  # c makes a logit x c * tanh(x / c)
     kv_scales: KVScales = (1.0, 1.0)  # keys and values are what the pools hold times these
     # A logit of each head that takes part in the softmax of its rows and has no value (gpt-oss).
@@ -33,8 +35,8 @@ class AttentionOptions(NamedTuple):
         wrong = []
         if heads % kv_heads:
             wrong.append(f"{heads} query heads do not divide into {kv_heads} KV heads")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            wrong.append(f"sliding_window {self.sliding_window} is not positive; None is no window")
+        if words := wrong_window(self.window):
+            wrong.append(words)
         if self.soft_cap is not None and not self.soft_cap > 0:
             wrong.append(f"soft_cap {self.soft_cap} is not positive; None is no cap")
         if self.sinks is not None and self.sinks.shape != (heads,):

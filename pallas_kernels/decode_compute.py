@@ -152,7 +152,7 @@ def _seen(shape: Shape, part: Round, size: tuple[int, ...]) -> jax.Array:
     """Whether the row sees each token of a round, which run down the first axis."""
     positions = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=WGMMA) + part.begin
     seen = positions < part.length
-    return seen & (positions >= part.low) if shape.options.sliding_window else seen
+    return seen if shape.options.window is None else seen & (positions >= part.low)
 
 
 def _clear_unseen(shape: Shape, part: Round, v: Any) -> None:

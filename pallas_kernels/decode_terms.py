@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.mosaic import COLUMNS
+from pallas_kernels.mosaic import COLUMNS, oldest_seen
 
 Q_SLOTS = 2  # the queries of this many jobs are in shared memory
 
@@ -107,9 +107,9 @@ def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
     """Read a job; one cut for a wider window loses the rounds before this layer's."""
     row, begin = inputs.job_row[index], inputs.job_begin[index]
     seq, length = inputs.row_seq[row], inputs.row_length[row]
-    window = shape.options.sliding_window
-    if not window:
+    window = shape.options.window
+    if window is None:
         return Job(row, seq, begin, inputs.job_end[index], 0, length)
-    low = jnp.maximum(length - window, 0)
+    low = oldest_seen(length - 1, window)
     begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
     return Job(row, seq, begin, inputs.job_end[index], low, length)

@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows
+from pallas_kernels.window import Window, first_seen
 
 
 class DecodeConfig(NamedTuple):
@@ -78,7 +79,7 @@ def divide_decode(
     num_rows: int,
     *,
     kv_heads: int,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     config: DecodeConfig = DEFAULT_CONFIG,
 ) -> DecodeWork:
     """Divide decode rows, of which a step of this bucket has `num_rows` at most.
@@ -88,7 +89,7 @@ def divide_decode(
     """
     workers = num_workers(config.num_blocks, kv_heads)
     ends = np.asarray(rows.length, np.int64)
-    begins = np.maximum(ends - sliding_window, 0) if sliding_window else np.zeros_like(ends)
+    begins = np.maximum(first_seen(ends - 1, window), 0)
     first_round = begins // config.kv_tile
     rounds = -(-ends // config.kv_tile) - first_round
     starts = np.cumsum(rounds) - rounds  # where each row begins in the line of all rounds

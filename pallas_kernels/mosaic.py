@@ -5,11 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from pallas_kernels.call import KVScales
+from pallas_kernels.window import Window, first_seen
 
 FP8 = jnp.float8_e4m3fn
 LOG2_E = math.log2(math.e)
@@ -47,6 +49,16 @@ def store(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
+
+
+def oldest_seen(position: jax.Array, window: Window | None) -> jax.Array:
+    """Return the first position that a token sees, in a kernel, where there is a window."""
+    return jnp.maximum(first_seen(position, window, remainder), 0)
+
+
+def remainder(x: jax.Array, tokens: int) -> jax.Array:
+    """Return x modulo `tokens`, of what is not negative, in a kernel."""
+    return lax.rem(x, jnp.full_like(x, tokens))
 
 
 def scales_in_memory(scales: KVScales) -> Float[Any, "2 kv_heads"] | None:

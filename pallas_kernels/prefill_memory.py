@@ -133,7 +133,7 @@ def fetch_rounds(
     def fetch_all_queries():
         fetch_queries(kernel, piece, turn)
 
-    if problem.options.sliding_window is not None:  # the first round may begin before the window
+    if problem.options.window is not None:  # the first round may begin before the window
         is_part = (piece.first * problem.kv_tile < low) & (piece.first < piece.last)
         start = piece.first + is_part.astype(jnp.int32)
         by_warps(

@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled
+from pallas_kernels.mosaic import LOG2_E, LOWEST, WGMMA, Accumulator, filled, remainder
 from pallas_kernels.prefill_terms import Problem, Share, Shared
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
+from pallas_kernels.window import first_seen
 
 # Maxima begin here: below every logit, and so far above LOWEST times any scale that a row gives no
 # weight to a round of which it sees nothing. With LOWEST for both, that is 2^(a rounding error).
@@ -166,7 +167,8 @@ def seen(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> jax.Ar
     last = token + (share.position + share.rows.start - share.rows.begin)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + j * problem.kv_tile
     is_past = key <= lax.broadcast_in_dim(last, shape, [0])
-    window = problem.options.sliding_window
+    window = problem.options.window
     if window is None:
         return is_past
-    return is_past & (key > lax.broadcast_in_dim(last - window, shape, [0]))
+    first = first_seen(last, window, remainder)
+    return is_past & (key >= lax.broadcast_in_dim(first, shape, [0]))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.mosaic import FP8
+from pallas_kernels.mosaic import FP8, oldest_seen
 from pallas_kernels.prefill_split import SPAN
 from pallas_kernels.prefill_work import Job, PrefillConfig, PrefillWork
 
@@ -205,7 +205,7 @@ def read_share(problem: Problem, inputs: Inputs, piece: Piece, warpgroup: jax.Ar
     last = jnp.where(rows.end > rows.begin, last, piece.first)
     high = jnp.clip(round_of(problem, jnp.maximum(position + 1, 0)), piece.first, last)
     low = piece.first
-    if problem.options.sliding_window is not None:
+    if problem.options.window is not None:
         in_all_windows = oldest(problem, position + rows.end - rows.begin - 1)
         low = round_of(problem, in_all_windows + problem.kv_tile - 1)
         low = jnp.clip(low, piece.first, high)
@@ -224,10 +224,10 @@ def for_each_head(problem: Problem, hidden: jax.Array, body: Callable[[jax.Array
 
 def oldest(problem: Problem, position: jax.Array) -> jax.Array:
     """Return the first position that a token sees."""
-    window = problem.options.sliding_window
+    window = problem.options.window
     if window is None:
         return jnp.int32(0)
-    return jnp.maximum(position - window + 1, 0)
+    return oldest_seen(position, window)
 
 
 def round_of(problem: Problem, position: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from jaxtyping import Int32
 from pallas_kernels import prefill_split
 from pallas_kernels.prefill_split import SPAN
 from pallas_kernels.rows import Sequences
+from pallas_kernels.window import Window, first_seen
 
 WARPGROUP_ROWS = 64  # rows of one matrix instruction
 COMPUTE_WARPGROUPS = 2
@@ -85,7 +86,7 @@ def divide_prefill(
     *,
     num_tokens: int,
     heads: tuple[int, int],
-    sliding_window: int | None = None,
+    window: Window | None = None,
     max_context: int | None = None,
     config: PrefillConfig = DEFAULT_CONFIG,
 ) -> PrefillWork:
@@ -107,7 +108,7 @@ def divide_prefill(
     begin = starts[chunk] + nth * tile
     end = np.minimum(begin + tile, starts[chunk + 1])
     position = positions[chunk] + nth * tile
-    oldest = np.maximum(position + 1 - sliding_window, 0) if sliding_window else 0 * position
+    oldest = np.maximum(first_seen(position, window), 0)
     last = -(-np.maximum(position + end - begin, 0) // SPAN)
     first = np.minimum(oldest // SPAN, last)
 

@@ -8,6 +8,7 @@ from ml_dtypes import float8_e4m3fn
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.grouped_work import ExpertWeights
+from pallas_kernels.window import first_seen
 
 
 def ragged_paged_attention(
@@ -21,7 +22,7 @@ def ragged_paged_attention(
     NumPy or JAX arrays. The last token of sequence `i` has position `seq_lens[i] - 1`. Reads the
     slots of real context tokens and no others.
     """
-    window, cap, sinks = options.sliding_window, options.soft_cap, options.sinks
+    window, cap, sinks = options.window, options.soft_cap, options.sinks
     q, *pool = (np.asarray(x).astype(np.float64) for x in (q, *kv[:2]))
     out = np.zeros_like(q)
     q_per_kv = q.shape[1] // pool[0].shape[1]
@@ -34,8 +35,8 @@ def ragged_paged_attention(
             np.repeat(x[slots] * np.asarray(scale).reshape(-1, 1), q_per_kv, axis=1)
             for x, scale in zip(pool, options.kv_scales, strict=True)
         )
-        distance = np.arange(length - (end - begin), length)[:, None] - np.arange(length)
-        seen = (distance >= 0) & (distance < (window or length + 1))
+        key, query = np.arange(length), np.arange(length - (end - begin), length)[:, None]
+        seen = (key <= query) & (key >= first_seen(query, window))
         queries, keys = q[begin:end].transpose(1, 0, 2), k.transpose(1, 2, 0)  # by head
         scores = queries @ keys * options.scale
         if cap is not None:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, PrefillWork, divide_prefill
 from pallas_kernels.rows import Sequences
+from pallas_kernels.window import Window
 
 
 class KernelConfig(NamedTuple):
@@ -29,7 +30,7 @@ def divide_step(
     *,
     num_tokens: int | None,
     heads: tuple[int, int],
-    sliding_window: int | None = None,
+    window: Window | None = None,
     max_context: int | None = None,
     config: KernelConfig = DEFAULT_CONFIG,
 ) -> StepWork:
@@ -47,7 +48,7 @@ def divide_step(
             sequences,
             num_tokens=num_tokens,
             heads=heads,
-            sliding_window=sliding_window,
+            window=window,
             max_context=max_context,
             config=config.prefill,
         )
@@ -57,7 +58,7 @@ def divide_step(
             sequences.rows,
             sequences.most_rows,
             kv_heads=heads[1],
-            sliding_window=sliding_window,
+            window=window,
             config=config.decode,
         ),
     )

@@ -15,6 +15,7 @@ from pallas_kernels.grouped import GroupedConfig
 from pallas_kernels.measure import DecodeShape, ExpertsShape, PrefillShape, Shape
 from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.step_work import KernelConfig
+from pallas_kernels.window import Chunk, Window
 
 FP8, FP8_DTYPE = "float8_e4m3fn", jnp.float8_e4m3fn
 ONE_HEAD: dict[str, Any] = {"heads": 8, "kv_heads": 1}  # of Llama-70B on each of 8 GPUs
@@ -81,7 +82,7 @@ class Kernel(NamedTuple):
     block_size: int = 16
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
-    sliding_window: int | None = None
+    window: Window | None = None
     soft_cap: float | None = None
     scales: tuple[float, float] = (1.0, 1.0)
     has_sinks: bool = False
@@ -102,8 +103,13 @@ def kernels() -> list[Kernel]:
         some.append(Kernel(head_dim=head_dim, block_size=block_size))
     fp8 = Kernel(kv_dtype=FP8_DTYPE, scales=(0.5, 2.0))
     some += [Kernel((8, 8), head_dim=96), Kernel(dtype=jnp.float16, kv_dtype=jnp.float16), fp8]
-    some += [Kernel(sliding_window=100), Kernel(soft_cap=30.0), Kernel(has_sinks=True)]
-    some += [fp8._replace(sliding_window=100, soft_cap=30.0, block_size=64)]
+    some += [
+        Kernel(window=100),
+        Kernel((40, 8), window=Chunk(1000)),
+        Kernel(soft_cap=30.0),
+        Kernel(has_sinks=True),
+    ]
+    some += [fp8._replace(window=100, soft_cap=30.0, block_size=64)]
     prefill = (PrefillConfig(**one) for one in candidates_for("prefill", 128, 16))
     decode = (DecodeConfig(**one) for one in candidates_for("decode", 128, 16))
     some += [Kernel(config=KernelConfig(prefill=one)) for one in prefill]

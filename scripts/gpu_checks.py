@@ -116,7 +116,7 @@ def divided(
     kernel: Kernel, lens: np.ndarray, starts: np.ndarray, num_decodes: int, num_tokens: int
 ) -> StepWork:
     """Divide a step as the kernels want it."""
-    options = {"sliding_window": kernel.sliding_window, "config": config_of(kernel)}
+    options = {"window": kernel.window, "config": config_of(kernel)}
     sizes = {"num_tokens": num_tokens, "heads": kernel.heads}
     return divide_step(Sequences(lens, starts, num_decodes), **sizes, **options)
 
@@ -141,7 +141,7 @@ def row_attention(
 
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
     """Return what the kernels and the reference are told alike."""
-    limits, sinks = (kernel.sliding_window, kernel.soft_cap), None
+    limits, sinks = (kernel.window, kernel.soft_cap), None
     if kernel.has_sinks:
         sinks = np.linspace(0, 6, kernel.heads[0], dtype=np.float32)
     return AttentionOptions(kernel.head_dim**-0.5, *limits, kernel.scales, sinks, interpret)
@@ -151,7 +151,7 @@ def shape_of(kernel: Kernel, bucket: tuple[int, ...]) -> Shape:
     """Return what the check before serving calls this configuration, in its plainest form."""
     kv = "fp8" if kernel.kv_dtype == FP8_DTYPE else jnp.dtype(kernel.kv_dtype).name
     sizes = *kernel.heads, kernel.head_dim, kernel.block_size
-    return Shape(*sizes, (kernel.sliding_window,), jnp.dtype(kernel.dtype).name, kv, bucket)
+    return Shape(*sizes, (kernel.window,), jnp.dtype(kernel.dtype).name, kv, bucket)
 
 
 class Arrays(NamedTuple):
@@ -208,7 +208,7 @@ def judged_rows(attend: Any, kernel: Kernel, steps: Steps) -> Row:
     count = len(steps[0][1])
     last = np.minimum(step.query_start_loc[1:] - 1, len(step.q) - 1)
     rows = Rows(np.arange(count, dtype=np.int32), step.kv.seq_lens[:count])
-    options = {"sliding_window": kernel.sliding_window, "config": config_of(kernel).decode}
+    options = {"window": kernel.window, "config": config_of(kernel).decode}
     work = divide_decode(rows, len(last), kv_heads=kernel.heads[1], **options)
     runs = runs_of(attend, step.q[last], step.kv._replace(seq_lens=None), work)
     return judgement(runs, step.expected[last[:count]], LIMITS[kernel.dtype])

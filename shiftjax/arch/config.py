@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from pallas_kernels.window import Chunk, Window
 from shiftjax.arch.cache import CacheSpec, LayerCache, keys_and_values
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -39,12 +40,24 @@ class RopeScaling:
 class LayerKind:
     """How layers of one kind attend: how far back, and with which rotary positions, if any."""
 
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # a token sees so many keys at most, itself included
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     has_rope: bool = True
     heads: tuple[int, int] | None = None  # KV heads and the width of heads; None: the model's
     keys_are_values: bool = False  # values are the projection of keys, normed otherwise (Gemma 4)
+    chunk: int | None = None  # instead: those of its part, where parts are so many tokens (Llama 4)
+
+    @property
+    def window(self) -> Window | None:
+        """How far back a token sees; None: all of its context."""
+        return self.sliding_window if self.chunk is None else Chunk(self.chunk)
+
+    @classmethod
+    def of_window(cls, window: Window | None) -> "LayerKind":
+        """Return a kind that sees so far back."""
+        is_chunk = isinstance(window, Chunk)
+        return cls(chunk=window.tokens) if is_chunk else cls(sliding_window=window)
 
 
 class LayerParts(NamedTuple):
@@ -56,12 +69,26 @@ class LayerParts(NamedTuple):
     is_wide: bool = False  # its MLP has twice the width
 
 
+class QueryGrowth(NamedTuple):
+    """By how much queries grow: at position p times 1 + beta * log(1 + (p + first) // context).
+
+    In layers with rotary positions (Ministral 3), or in those without (Llama 4; `Temperature` of
+    arXiv 2501.19399).
+    """
+
+    beta: float
+    context: int
+    first: int = 0  # what positions are counted from
+    in_rotary: bool = True  # else in layers without rotary positions
+
+
 class RopeKind(NamedTuple):
-    """A rotary embedding of some layers."""
+    """What layers of some kinds do to heads by positions: a rotary embedding, growth of queries."""
 
     theta: float
     scaling: RopeScaling | None
-    width: int  # numbers of a head that are rotated
+    width: int  # numbers of a head that are rotated; 0: it is there for its growth alone
+    growth: QueryGrowth | None = None  # of the queries of its layers
 
 
 @dataclass(frozen=True)
@@ -187,8 +214,7 @@ class ModelConfig:
     logit_scale: float = 1.0  # logits times this (Granite, Cohere)
     layer_input_width: int = 0  # of an input of its own that each layer is given (Gemma 4)
     layer_scalars: bool = False  # what a layer gives is times a number of its own (Gemma 4)
-    # Queries at a position p are times 1 + beta * log(1 + p // context) (Ministral 3).
-    query_growth: tuple[float, int] | None = None  # beta, context
+    query_growth: QueryGrowth | None = None  # queries grow with their positions
     query_scale: float | None = None  # of attention's scores; None: head_dim ** -0.5
     attention_soft_cap: float | None = None  # cap * tanh(score / cap) (Gemma 2)
     logit_soft_cap: float | None = None  # the same of logits
@@ -309,18 +335,18 @@ class ModelConfig:
         return tuple(map(self._kind_of, range(first, first + self.num_layers)))
 
     @property
-    def attentions(self) -> tuple[tuple[int | None, int], ...]:
+    def attentions(self) -> tuple[tuple[Window | None, int], ...]:
         """The distinct windows and shapes of heads of the whole model's layers, by first use.
 
         Of a stage, too: a step's work is divided once, for all stages.
         """
         count = self.stage.num_all if self.stage else self.num_layers
         kinds = map(self._kind_of, range(count))
-        return tuple(dict.fromkeys((kind.sliding_window, self._shape_of(kind)) for kind in kinds))
+        return tuple(dict.fromkeys((kind.window, self._shape_of(kind)) for kind in kinds))
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each of `attentions`."""
+    def windows(self) -> tuple[Window | None, ...]:
+        """The window of each of `attentions`."""
         return tuple(window for window, _ in self.attentions)
 
     def _kind_of(self, layer: int) -> LayerKind:
@@ -331,13 +357,19 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeKind, ...]:
-        """The distinct rotary embeddings of its layers."""
-        return tuple(dict.fromkeys(self.rope_of(kind) for kind in self.kinds if kind.has_rope))
+        """What its layers do to heads by positions: the distinct ones, of those that do any."""
+        found = dict.fromkeys(map(self.rope_of, self.kinds))
+        return tuple(rope for rope in found if rope.width or rope.growth)
 
     def rope_of(self, kind: LayerKind) -> RopeKind:
-        """Return the rotary embedding of layers of a kind."""
+        """Return what layers of a kind do to heads by positions."""
+        growth = self.query_growth
+        if growth is not None and growth.in_rotary != kind.has_rope:
+            growth = None
+        if not kind.has_rope:
+            return RopeKind(1.0, None, 0, growth)
         width = self.rotary_dim or self.head_shapes[self._shape_of(kind)][1]
-        return RopeKind(kind.rope_theta, kind.rope_scaling, width)
+        return RopeKind(kind.rope_theta, kind.rope_scaling, width, growth)
 
     @property
     def attention_scale(self) -> float:

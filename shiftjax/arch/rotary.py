@@ -35,7 +35,8 @@ def served_within(model: ModelConfig, longest: int) -> ModelConfig:
 
     Rotary embeddings with numbers for two ranges then take those of this one, in all sequences.
     """
-    if any(scaling is not None and scaling.kind == "longrope" for _, scaling, _ in model.ropes):
+    scalings = (rope.scaling for rope in model.ropes)
+    if any(scaling is not None and scaling.kind == "longrope" for scaling in scalings):
         return replace(model, max_position_embeddings=longest)
     return model
 

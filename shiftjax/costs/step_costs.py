@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pallas_kernels.window import Window
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
@@ -97,7 +98,7 @@ class CostModel:
             self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
             for each in layout.shapes
         ]
-        windows = [kind.sliding_window for kind in model.kinds]
+        windows = [kind.window for kind in model.kinds]
         seen = list(zip(windows, (parts.heads for parts in model.parts), strict=True))
         self._early_seen, self._late_seen = Counter(seen[:late]), Counter(seen[late:])
 
@@ -200,7 +201,7 @@ class CostModel:
         return StepCost(attention=seconds)
 
     def _attention_of(
-        self, seen: Mapping[tuple[int | None, int], int], work: Work, num_rows: int
+        self, seen: Mapping[tuple[Window | None, int], int], work: Work, num_rows: int
     ) -> float:
         """Return seconds of attention; `seen` counts layers by window and shape of heads."""
         return sum(

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device import expert_cases, write_cases
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
@@ -63,7 +64,8 @@ class Trial:
         fields = json.loads(text)
         shape, of_experts = fields["shape"], fields["shape"].get("experts")
         experts = ExpertShape(*of_experts) if of_experts else None
-        tuples = {name: tuple(shape[name]) for name in ("windows", "bucket")}
+        windows = (Chunk(**each) if isinstance(each, dict) else each for each in shape["windows"])
+        tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
         shape = Shape(**shape | tuples | {"experts": experts})
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])

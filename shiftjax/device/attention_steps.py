@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_kernels.rows import rows_of
+from pallas_kernels.window import Chunk, Window, first_seen, tokens_of
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.models.attention import AttentionMetadata, LayerTerms
@@ -36,7 +37,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     block_size: int
-    windows: tuple[int | None, ...]  # `ModelConfig.windows`: layers of each are tried
+    windows: tuple[Window | None, ...]  # `ModelConfig.windows`: layers of each are tried
     dtype: str  # of queries; a name of `arch.formats`
     kv_dtype: str
     bucket: tuple[int, ...]  # tokens, logit rows and sequences of the largest step
@@ -61,7 +62,7 @@ class Shape:
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             max_position_embeddings=1 << 20,
-            layer_kinds=tuple(LayerKind(window, 10_000.0) for window in self.windows),
+            layer_kinds=tuple(map(LayerKind.of_window, self.windows)),
             query_scale=self.scale,
             attention_soft_cap=self.soft_cap,
             attention_sinks=self.has_sinks,
@@ -109,15 +110,21 @@ def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
             programs; rings are filled again where a window makes long contexts short, too
     late    of these sequences the last tokens alone, if the model has such layers
 
-    The last contexts of the first and the third are longer than every window that is not huge.
+    The last contexts of the first and the third are longer than every window that is not huge. Of
+    windows whose start jumps, the last chunk has tokens before a jump and after it.
     """
-    outgrown = [window for window in shape.windows if window and window <= MOST_OUTGROWN]
-    least = max((window + BEYOND_WINDOW for window in outgrown), default=0)
+    outgrown = [tokens for tokens in map(tokens_of, shape.windows) if 0 < tokens <= MOST_OUTGROWN]
+    least = max((tokens + BEYOND_WINDOW for tokens in outgrown), default=0)
     itemsize = FORMATS[shape.kv_dtype].dtype.itemsize
     wrapping = wrapping_tokens(shape.kv_heads, shape.head_dim, itemsize, cases.ring_bytes)
     decodes = (*cases.decodes[:-1], max(cases.decodes[-1], least))
     tokens, context = cases.chunks[-1]
-    chunks = (*cases.chunks[:-1], (tokens, max(context, least + tokens)))
+    context = max(context, least + tokens)
+    for window in shape.windows:  # tokens on both sides of where a window begins to jump
+        if isinstance(window, Chunk) and window.tokens in outgrown:
+            before = -(-(cases.chunks[-1][1] - tokens // 2) // window.tokens) * window.tokens
+            context = before + tokens // 2
+    chunks = (*cases.chunks[:-1], (tokens, context))
     yield _step(decodes)
     yield _step((1, 17, 64, wrapping))
     last = _step(decodes[-cases.num_beside :], chunks)
@@ -246,7 +253,7 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
 # ------------------------------------------------------------------ keys that weigh much
 
 
-def on_edges(length: int, windows: Sequence[int | None] = ()) -> np.ndarray:
+def on_edges(length: int, windows: Sequence[Window | None] = ()) -> np.ndarray:
     """Return positions of both sides of edges, and of the ends of what the last token sees.
 
     Edges of blocks, tiles, rounds and spans are multiples of powers of two: all of 16, or of the
@@ -255,7 +262,7 @@ def on_edges(length: int, windows: Sequence[int | None] = ()) -> np.ndarray:
     """
     stride = max(16, _power_of_two(-(-length // MOST_EDGES)))
     edges = np.arange(0, length + 1, stride)
-    ends = [length, *(length - window for window in windows if window)]
+    ends = [length, *(first_seen(length - 1, window) for window in windows)]
     places = np.unique(np.concatenate([edges, edges - 1, ends, np.array(ends) - 1]))
     return places[(places >= 0) & (places < length)]
 

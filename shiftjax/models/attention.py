@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 
+from pallas_kernels.window import Window, first_seen
 from shiftjax.arch.cache import LayerCache, layers_of_pools
 from shiftjax.models.attention_work import (
     CPU_SIZES,
@@ -200,14 +201,14 @@ def _coded(
 class LoopOptions(NamedTuple):
     """What the loops are told beside arrays of tokens.
 
-    Scores are capped by `soft_cap`. With `sliding_window` a token sees that many keys at most,
-    itself included. `kv_scales` are those with which the pool was written. `sinks` are logits of
-    scores that no value belongs to, one for each head (gpt-oss).
+    Scores are capped by `soft_cap`. `window` says how far back a token sees. `kv_scales` are those
+    with which the pool was written. `sinks` are logits of scores that no value belongs to, one for
+    each head (gpt-oss).
     """
 
     scale: float
     soft_cap: float | None = None
-    sliding_window: int | None = None
+    window: Window | None = None
     kv_scales: KVScales | None = None
     sinks: Float[Array, " heads"] | None = None
     sizes: LoopSizes = CPU_SIZES
@@ -442,7 +443,7 @@ def _in_tiles(
     """Return `out` with the rows of tiles filled in, one tile after the other."""
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = pool[0].shape[1:3]
-    q_per_kv, scores, sliding_window = heads // kv_heads, options.scores, options.sliding_window
+    q_per_kv, scores, window = heads // kv_heads, options.scores, options.window
     work, num_rows = divided.tiles, divided.rows.row_count.shape[0]
     tile = tile_tokens(q.shape[0], num_rows, options.sizes)
     chunk = whole_blocks(options.sizes.tile_chunk, block_size)
@@ -463,8 +464,8 @@ def _in_tiles(
             key, query = c * chunk + offsets, start + shift + rows
             exists = key < end + shift
             seen = (key <= query) & exists
-            if sliding_window is not None:
-                seen &= key > query - sliding_window
+            if window is not None:
+                seen &= key >= first_seen(query, window)
             block_ids = _take(_take(tables, seq), c)[None]
             return _attend(state, tile_q, pool, block_ids, Mask(seen[None], exists), scores)
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.window import Window
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import (
     AttentionMetadata,
@@ -76,7 +77,7 @@ class AttentionBackend(NamedTuple):
 
 def xla_attention(
     head_dim: int,
-    windows: tuple[int | None, ...],
+    windows: tuple[Window | None, ...],
     block_size: int,
     *,
     scale: float | None = None,
@@ -91,7 +92,7 @@ def xla_attention(
 
     def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         own = {"block_size": block_size, "sizes": sizes} | kwargs
-        return tuple(divide(*args, sliding_window=window, **own) for window in windows)
+        return tuple(divide(*args, window=window, **own) for window in windows)
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         sequences = Sequences(seq_lens, query_start_loc, num_decodes, num_rows)
@@ -265,7 +266,7 @@ def pallas_attention(
             max_context=block_tables.shape[1] * block_size,
             config=config,
         )
-        return tuple(divided(sliding_window=window) for window in windows)
+        return tuple(divided(window=window) for window in windows)
 
     def divide_rows(rows, num_rows):
         divided = functools.partial(
@@ -275,7 +276,7 @@ def pallas_attention(
             kv_heads=layout.kv_heads_per_device,
             config=config.decode,
         )
-        return tuple(divided(sliding_window=window) for window in windows)
+        return tuple(divided(window=window) for window in windows)
 
     @jax.jit  # layers of a window share what is traced and lowered, once a step
     def attend(q, pool: LayerPool, metadata, terms: LayerTerms):

@@ -25,7 +25,7 @@ def layouts_by_heads(layout: Layout) -> list[Layout]:
         return [layout]
     for heads in range(len(model.head_shapes)):
         windows = [window for window, own in model.attentions if own == heads]
-        kinds = tuple(LayerKind(window) for window in windows)
+        kinds = tuple(map(LayerKind.of_window, windows))
         own = {"layer_kinds": kinds, "num_layers": len(kinds), "num_shared_kv_layers": 0}
         found.append(replace(layout, model=replace(model.of_heads(heads), stage=None, **own)))
     return found

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.window import Window, first_seen
 
 
 class RowLoop(NamedTuple):
@@ -134,7 +135,7 @@ def divide_attention(
     *,
     num_tokens: int,
     block_size: int,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> AttentionWork:
     """Divide one step; `num_tokens` is the bucket's.
@@ -148,7 +149,7 @@ def divide_attention(
     check_contexts(block_tables, seq_lens, block_size)
     num_rows = sequences.most_rows
     tile = tile_tokens(num_tokens, num_rows, sizes)
-    options = {"block_size": block_size, "sliding_window": sliding_window, "sizes": sizes}
+    options = {"block_size": block_size, "window": window, "sizes": sizes}
     rows = sequences.rows
     in_tiles = np.arange(len(seq_lens)) >= num_decodes
     if _row_tile(num_tokens, num_rows, sizes):
@@ -156,9 +157,7 @@ def divide_attention(
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
     chunk = whole_blocks(sizes.tile_chunk, block_size)
     of = np.flatnonzero(in_tiles), sequences, num_tokens, tile, chunk
-    return AttentionWork(
-        divide_rows(rows, num_rows, **options), _divide_tiles(*of, window=sliding_window)
-    )
+    return AttentionWork(divide_rows(rows, num_rows, **options), _divide_tiles(*of, window=window))
 
 
 def check_contexts(
@@ -180,14 +179,14 @@ def divide_rows(
     num_rows: int,
     *,
     block_size: int,
-    sliding_window: int | None = None,
+    window: Window | None = None,
     sizes: LoopSizes = CPU_SIZES,
 ) -> RowWork:
     """Divide decode rows, of which a step of the bucket has `num_rows` at most."""
     lanes, waves, chunk = sizes.row_loop(num_rows)
     capacity, chunk = waves * lanes, whole_blocks(chunk, block_size)
     end = rows.length.astype(np.int64)
-    begin = np.maximum(end - (sliding_window or end), 0)
+    begin = np.maximum(first_seen(end - 1, window), 0)
     first_chunk = begin // chunk
     chunks = -(-end // chunk) - first_chunk
     longest = int(chunks.max(initial=1))
@@ -238,7 +237,7 @@ def _divide_tiles(
     tile: int,
     chunk: int,
     *,
-    window: int | None,
+    window: Window | None,
 ) -> TileWork:
     """Cut the sequences `seqs` into tiles of `tile` tokens, in a bucket of `num_tokens`.
 
@@ -253,7 +252,7 @@ def _divide_tiles(
     begin = first[owner] + nth * tile
     end = np.minimum(begin + tile, after[owner])
     shift = (seq_lens[seqs] - after)[owner]
-    oldest = np.maximum(begin + shift - window + 1, 0) if window else np.zeros_like(begin)
+    oldest = np.maximum(first_seen(begin + shift, window), 0)
     fields = {
         "tile_seq": seqs[owner],
         "tile_start": np.minimum(begin, num_tokens - tile),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shiftjax.arch.config import ModelConfig, RopeKind
+from shiftjax.arch.config import ModelConfig, QueryGrowth, RopeKind
 from shiftjax.arch.rotary import rope_frequencies
 from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
@@ -16,10 +16,10 @@ from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
 class Rope(NamedTuple):
-    """Rotary tables of this device's tokens."""
+    """What layers do to heads by positions, of this device's tokens."""
 
-    cos: Float[Array, "tokens half"]
-    sin: Float[Array, "tokens half"]
+    cos: Float[Array, "tokens half"] | None  # None: nothing is rotated
+    sin: Float[Array, "tokens half"] | None
     query_gain: Float[Array, " tokens"] | None = None  # of models whose queries grow
 
 
@@ -137,21 +137,24 @@ def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[
 
 
 def _rope_table(positions: Int[Array, " tokens"], config: ModelConfig, rope: RopeKind) -> Rope:
+    gain_of_queries = _query_gain(positions, rope.growth)
+    if not rope.width:
+        return Rope(None, None, gain_of_queries)
     longest, scaling = config.max_position_embeddings, rope.scaling
-    frequencies = rope_frequencies(*rope, longest)
+    frequencies = rope_frequencies(rope.theta, scaling, rope.width, longest)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None]
     gain = 1.0 if scaling is None else scaling.attention_factor
-    return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles), _query_gain(positions, config))
+    return Rope(gain * jnp.cos(angles), gain * jnp.sin(angles), gain_of_queries)
 
 
 def _query_gain(
-    positions: Int[Array, " tokens"], config: ModelConfig
+    positions: Int[Array, " tokens"], growth: QueryGrowth | None
 ) -> Float[Array, " tokens"] | None:
-    """Return what queries are multiplied by; see `ModelConfig.query_growth`."""
-    if config.query_growth is None:
+    """Return what queries are multiplied by, float32."""
+    if growth is None:
         return None
-    beta, context = config.query_growth
-    return 1 + beta * jnp.log1p((positions // context).astype(jnp.float32))
+    times = (positions + growth.first) // growth.context
+    return 1 + growth.beta * jnp.log1p(times.astype(jnp.float32))
 
 
 def apply_rope(
@@ -162,6 +165,7 @@ def apply_rope(
     With `interleaved`, each number against its neighbour. What a table is too narrow for, the end
     of every head, stays as it is.
     """
+    assert rope.cos is not None and rope.sin is not None
     width = 2 * rope.cos.shape[-1]
     wide, rest = x[..., :width].astype(jnp.float32), x[..., width:]
     if interleaved:

@@ -76,7 +76,7 @@ class Attention(Part):
         """What attention must know of this layer, whose part of a pool is at `place`."""
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
-            self.config.attentions.index((self.kind.sliding_window, self.heads)),
+            self.config.attentions.index((self.kind.window, self.heads)),
             None if scales is None else scales[...].T,
             None if sinks is None else sinks[...][:, 0],
             place,
@@ -130,12 +130,12 @@ class Attention(Part):
     def _grown(
         self, q: Float[Array, "tokens heads head_dim"], context: Context
     ) -> Float[Array, "tokens heads head_dim"]:
-        """Multiply queries by what their positions ask for, in models that do."""
-        if self.config.query_growth is None:
+        """Multiply queries by what their positions ask for, in layers that do."""
+        if self.config.rope_of(self.kind).growth is None:
             return q
         gain = self._rope(context).query_gain
         assert gain is not None
-        return q * gain[:, None, None].astype(q.dtype)
+        return (q.astype(jnp.float32) * gain[:, None, None]).astype(q.dtype)
 
     def _normed_together(
         self,

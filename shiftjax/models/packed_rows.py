@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from pallas_kernels.window import first_seen
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, ModelPools
 from shiftjax.models.attention_backend import AttentionBackend
@@ -31,8 +32,8 @@ def decode_rows(
     config, (rows, width) = model.config, owners.shape
     layout = Layout(config, 1, 1)
     sees = (owners[:, :, None] == owners[:, None, :]) & jnp.tri(width, dtype=bool)[None]
-    distance = positions[:, :, None] - positions[:, None, :]
-    seen = tuple(sees if each is None else sees & (distance < each) for each in config.windows)
+    firsts = (first_seen(positions, window)[:, :, None] for window in config.windows)
+    seen = tuple(sees & (positions[:, None, :] >= first) for first in firsts)
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
     context = Context(
         rope_tables(positions.reshape(-1), config),

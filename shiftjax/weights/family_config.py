@@ -1,13 +1,10 @@
 """What single model types say in `config.json`, and back: biases, scales, caps."""
 
-import logging
 from typing import Any, NamedTuple
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.weights.gemma4_config import GEMMA4
 from shiftjax.weights.typed_fields import Fields
-
-logger = logging.getLogger(__name__)
 
 
 class _Biases(NamedTuple):
@@ -50,26 +47,6 @@ def bias_fields(architecture: str) -> tuple[str | None, str | None, str | None]:
 def intermediate_of(architecture: str) -> str:
     """Return the field that has the width of MLPs."""
     return "intermediate_size_mlp" if architecture == "llama4_text" else "intermediate_size"
-
-
-def parse_positions(fields: Fields, architecture: str) -> int:
-    """Return the longest context.
-
-    Llama 4 sees chunks, and scales queries by their positions, beyond one chunk: what is served is
-    the first chunk, in which neither has an effect.
-    """
-    positions = fields.count("max_position_embeddings")
-    if architecture != "llama4_text":
-        return positions
-    limits = [positions]
-    if fields.has("attention_chunk_size"):
-        limits.append(fields.count("attention_chunk_size"))
-    if fields.data.get("attn_temperature_tuning"):
-        limits.append(fields.count("floor_scale"))
-    if min(limits) < positions:
-        words = "%s: %d of %d positions are served: chunked attention is not computed"
-        logger.warning(words, fields.file, min(limits), positions)
-    return min(limits)
 
 
 def epsilon_of(architecture: str) -> str:
@@ -128,9 +105,8 @@ def family_to_json(config: ModelConfig) -> dict[str, Any]:
     }
     if config.architecture in ("glm4_moe", "cohere"):
         data["use_qk_norm"] = config.qk_norm
-    if config.architecture == "llama4_text":  # up to the positions that are served
-        data |= {"attention_chunk_size": None, "attn_temperature_tuning": False}
-        data |= {"use_qk_norm": config.qk_unit_norm}
+    if config.architecture == "llama4_text":
+        data["use_qk_norm"] = config.qk_unit_norm
     if config.architecture in _COHERE:
         data["logit_scale"] = config.logit_scale
     if config.architecture == "granite":

@@ -14,7 +14,6 @@ from shiftjax.weights.family_config import (
     intermediate_of,
     parse_biases,
     parse_family,
-    parse_positions,
 )
 from shiftjax.weights.gemma4_config import GEMMA4, gemma4_json, parse_gemma4
 from shiftjax.weights.hf_defaults import defaults_of
@@ -90,7 +89,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         intermediate_size=fields.count(intermediate_of(architecture)),
-        max_position_embeddings=parse_positions(fields, architecture),
+        max_position_embeddings=fields.count("max_position_embeddings"),
         **shape,
         **read_layers(fields, architecture, shape["head_dim"]),
         **traits_of(architecture),

@@ -8,7 +8,7 @@ embeddings are `rope_parameters` (transformers 5, by kind of layer where there a
 from collections.abc import Mapping
 from typing import Any
 
-from shiftjax.arch.config import LayerKind, ModelConfig, RopeScaling
+from shiftjax.arch.config import LayerKind, ModelConfig, QueryGrowth, RopeScaling
 from shiftjax.weights.gemma4_config import GEMMA4, with_heads
 from shiftjax.weights.hf_defaults import ROPE, defaults_of
 from shiftjax.weights.hf_ropes import original_of, scaling_json, scaling_of
@@ -17,7 +17,7 @@ from shiftjax.weights.typed_fields import Fields
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
 _LISTED_ROPES = ("smollm3", "llama4_text")
 _GROWTH = "llama_4_scaling_beta"
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 _ALL_SLIDE = ("mistral", "ministral3", "mixtral", "phi3")
 _QWEN = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
 _MAY_SLIDE = (*_QWEN, "smollm3")  # where `use_sliding_window` says so
@@ -40,13 +40,16 @@ def read_layers(fields: Fields, architecture: str, head_dim: int) -> dict[str, A
     may_slide = _may_slide(fields, architecture, num_layers)
     has_window = [each and window is not None for each in may_slide]
     has_rope = _have_rope(fields, architecture, has_window, window)
+    chunks = _chunks(fields, architecture, has_rope)
 
-    def kind(slides: bool, rotates: bool) -> LayerKind:
+    def kind(slides: bool, rotates: bool, chunk: int | None) -> LayerKind:
         reach = window if slides else None
         theta, scaling = sliding if slides else full
-        return LayerKind(reach, theta, scaling) if rotates else LayerKind(reach, has_rope=False)
+        if not rotates:
+            return LayerKind(reach, has_rope=False, chunk=chunk)
+        return LayerKind(reach, theta, scaling, chunk=chunk)
 
-    kinds = [kind(*each) for each in zip(has_window, has_rope, strict=True)]
+    kinds = [kind(*each) for each in zip(has_window, has_rope, chunks, strict=True)]
     if architecture in GEMMA4:
         kinds = with_heads(fields, kinds)
     growth = _query_growth(fields, architecture)
@@ -57,7 +60,7 @@ def kinds_as_fields(kinds: list[LayerKind]) -> dict[str, Any]:
     """Return how layers attend as ModelConfig says it: alike, or in the shortest repeated list."""
     if len(set(kinds)) == 1:
         (kind,) = set(kinds)
-        if not kind.has_rope:
+        if not kind.has_rope or kind.chunk:
             return {"layer_kinds": (kind,)}
         return {
             "sliding_window": kind.sliding_window,
@@ -83,10 +86,10 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         data["rope_scaling"] = {"rope_type": "default"}  # a null means more
     if architecture in _PARTIAL:
         data["partial_rotary_factor"] = (config.rotary_dim or config.head_dim) / config.head_dim
-    if config.query_growth is not None:
-        beta, original = config.query_growth
-        growth = {_GROWTH: beta, "original_max_position_embeddings": original}
-        data["rope_scaling"] = (data["rope_scaling"] or {"rope_type": "default"}) | growth
+    growth = config.query_growth
+    if growth is not None and growth.in_rotary:
+        own = {_GROWTH: growth.beta, "original_max_position_embeddings": growth.context}
+        data["rope_scaling"] = (data["rope_scaling"] or {"rope_type": "default"}) | own
     scaling = roped[0].rope_scaling
     if architecture == "phi3" and scaling is not None:  # whose class has a default of this
         data["original_max_position_embeddings"] = scaling.original_max_position_embeddings
@@ -105,7 +108,9 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
         data["no_rope_layers"] = [int(kind.has_rope) for kind in config.kinds]
     if architecture in _MAY_SLIDE:
         data |= {"use_sliding_window": bool(sliding), "max_window_layers": 0}
-    if config.layer_kinds or architecture in (*_ALTERNATE, "qwen2_moe"):
+    if architecture == "llama4_text":
+        data |= _chunks_json(config)
+    elif config.layer_kinds or architecture in (*_ALTERNATE, "qwen2_moe"):
         data["layer_types"] = [SLIDING if kind.sliding_window else FULL for kind in config.kinds]
     return data
 
@@ -167,6 +172,40 @@ def _have_rope(
     return [True] * len(has_window)
 
 
+def _chunks(fields: Fields, architecture: str, has_rope: list[bool]) -> list[int | None]:
+    """Return, for each layer, the tokens of the parts that contexts are cut into, if they are."""
+    if architecture != "llama4_text":
+        return [None] * len(has_rope)
+    name = "attention_chunk_size"
+    chunk = fields.count(name) if fields.has(name) else None
+    kinds = fields.data.get("layer_types")
+    if kinds is None:
+        return [chunk if rotates else None for rotates in has_rope]
+    if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, CHUNKED}:
+        fields.problem(f"layer_types must be a list of {FULL} and {CHUNKED}, found {kinds!r}")
+    elif len(kinds) != len(has_rope):
+        if not fields.problems:
+            fields.problem(f"layer_types must have {len(has_rope)} entries, found {len(kinds)}")
+    elif CHUNKED in kinds and chunk is None:
+        fields.problem(f"{name} is missing, and layers of {CHUNKED} need it")
+    else:
+        return [chunk if kind == CHUNKED else None for kind in kinds]
+    return [None] * len(has_rope)
+
+
+def _chunks_json(config: ModelConfig) -> dict[str, Any]:
+    """Return what `config.json` of Llama 4 says of chunks, and of later queries."""
+    growth, chunks = config.query_growth, [kind.chunk for kind in config.kinds]
+    data: dict[str, Any] = {
+        "attention_chunk_size": max(filter(None, chunks), default=None),
+        "layer_types": [CHUNKED if chunk else FULL for chunk in chunks],
+        "attn_temperature_tuning": growth is not None,
+    }
+    if growth is not None:
+        data |= {"attn_scale": growth.beta, "floor_scale": growth.context}
+    return data
+
+
 def _listed_ropes(fields: Fields, num_layers: int) -> list[bool]:
     """Return what `no_rope_layers` says, which has 1 for a layer with rotary positions."""
     name = "no_rope_layers"
@@ -226,11 +265,17 @@ def _stretched(architecture: str) -> dict[str, Any]:
 
 def _query_growth(fields: Fields, architecture: str) -> dict[str, Any]:
     """Return by how much queries grow with their positions."""
+    if architecture == "llama4_text":
+        if not fields.data.get("attn_temperature_tuning"):  # published files have a 4
+            return {}
+        growth = fields.positive("attn_scale"), fields.count("floor_scale")
+        return {"query_growth": QueryGrowth(*growth, first=1, in_rotary=False)}
     parameters = _parameters(fields, FULL) if architecture == "ministral3" else {}
     inner = _inner(fields, parameters or _stretched(architecture))
     if architecture != "ministral3" or not inner.has(_GROWTH):
         return {}
-    return {"query_growth": (inner.positive(_GROWTH), original_of(fields, inner))}
+    growth = QueryGrowth(inner.positive(_GROWTH), original_of(fields, inner))
+    return {"query_growth": growth}
 
 
 def _local_theta(architecture: str) -> float:

@@ -18,4 +18,4 @@ def test_stages_have_the_kinds_of_their_layers_and_the_windows_of_the_model(pp):
 def test_kinds_repeat_over_the_layers():
     kinds = PRESETS["gemma-3-1b"].kinds
     assert [i for i, kind in enumerate(kinds) if kind.sliding_window is None] == [5, 11, 17, 23]
-    assert [theta for theta, _, _ in PRESETS["gemma-3-1b"].ropes] == [1e4, 1e6]
+    assert [theta for theta, *_ in PRESETS["gemma-3-1b"].ropes] == [1e4, 1e6]

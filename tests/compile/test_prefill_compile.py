@@ -21,6 +21,7 @@ from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402
 from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
 from pallas_kernels.rows import Sequences  # noqa: E402
+from pallas_kernels.window import Chunk  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 TOKENS, SEQS, BLOCKS, MAX_BLOCKS = 2048, 64, 4096, 256
@@ -30,7 +31,14 @@ CASES = {
     "q_per_kv 8, blocks of 16": {},
     "a 70B of TP = 8, blocks of 256": {"kv_heads": 1, "block_size": 256},
     "q_per_kv 1, a bucket of less than a box": {"q_per_kv": 1, "tokens": 8},
-    "q_per_kv 4, blocks of 32, window": {"q_per_kv": 4, "block_size": 32, "sliding_window": 1024},
+    "q_per_kv 4, blocks of 32, window": {"q_per_kv": 4, "block_size": 32, "window": 1024},
+    "q_per_kv 5, chunks": {"q_per_kv": 5, "window": Chunk(8192)},
+    "fp8, q_per_kv 5, chunks of no power of two": {
+        "kv_dtype": FP8,
+        "kv_tile": 64,
+        "q_per_kv": 5,
+        "window": Chunk(1000),
+    },
     "q_per_kv 7, soft cap": {"q_per_kv": 7, "soft_cap": 50.0},
     "head_dim 64, q_per_kv 3, 4 stages": {
         "head_dim": 64,
@@ -38,12 +46,12 @@ CASES = {
         "config": PrefillConfig(128, 4),
     },
     "head_dim 96": {"head_dim": 96, "q_per_kv": 1},
-    "head_dim 192, window": {"head_dim": 192, "kv_tile": 64, "sliding_window": 1000},
+    "head_dim 192, window": {"head_dim": 192, "kv_tile": 64, "window": 1000},
     "float16, blocks of 128": {"dtype": jnp.float16, "block_size": 128},
     "q_per_kv 16, window, soft cap": {
         "kv_heads": 1,
         "q_per_kv": 16,
-        "sliding_window": 1000,
+        "window": 1000,
         "soft_cap": 50.0,
     },
     "q_per_kv 32": {"kv_heads": 1, "q_per_kv": 32},
@@ -52,11 +60,11 @@ CASES = {
         "kv_dtype": FP8,
         "kv_tile": 64,
         "block_size": 128,
-        "sliding_window": 1000,
+        "window": 1000,
         "soft_cap": 50.0,
     },
     "sinks": {"sinks": True},
-    "sinks, head_dim 64, window": {"head_dim": 64, "sliding_window": 128, "sinks": True},
+    "sinks, head_dim 64, window": {"head_dim": 64, "window": 128, "sinks": True},
     "sinks, q_per_kv 1": {"q_per_kv": 1, "sinks": True},
 }
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from machine_kit import FLOAT32, PLAIN, TINY
 
+from pallas_kernels.window import Chunk
 from shiftjax.arch.config import Experts, LayerKind
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -182,6 +183,21 @@ def test_a_window_cuts_what_each_token_sees(window, num_decodes, start, size, da
         work._replace(context_tokens=0, attention_pairs=0, chunk_context_tokens=0)
     )
     assert work.within(None) == work
+
+
+@given(st.integers(1, 80), st.integers(1, 5), st.integers(0, 300), st.integers(1, 99), st.data())
+def test_a_chunk_cuts_what_each_token_sees(chunk, num_decodes, start, size, data):
+    """Exactly, but for decodes beyond the first one, which see half of one."""
+    context, prompts = data.draw(st.integers(1, 200)), data.draw(st.integers(0, 3))
+    positions = range(start, start + size)
+    pairs, read = prompts * sum(p + 1 for p in positions), prompts * (start + size)
+    numbers = num_decodes + prompts * size, num_decodes + prompts, num_decodes + prompts
+    work = Work(*numbers, num_decodes * context, read, pairs, num_decodes)
+    cut = work.within(Chunk(chunk))
+    assert cut.attention_pairs == prompts * sum(p % chunk + 1 for p in positions)
+    assert cut.chunk_context_tokens == prompts * (start + size - start // chunk * chunk)
+    seen = context if context <= chunk else (chunk + 1) / 2
+    assert abs(cut.context_tokens - num_decodes * seen) < 1
 
 
 def test_layers_attend_as_far_back_as_their_kind():

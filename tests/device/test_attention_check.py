@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from spent import thorough
 
+from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
@@ -191,11 +192,28 @@ def test_what_a_kernel_ignores_is_found(ignored):
     assert "windows" not in ignored or problem.problem.endswith("(window 14)")
 
 
+def test_a_chunk_that_begins_late_is_found():
+    """By a kernel whose windows slide, as wide as chunks are; and one whose chunks are longer."""
+    shape = replace(SHAPE, windows=(Chunk(12), None))
+    for windows in (12, None), (Chunk(13), None):
+        kernels = loops_of(replace(shape, windows=windows).layout.model, shape.block_size)
+        *_, step = steps_of(shape, Cases((1, 37), ((3, 40),), num_beside=1, in_largest=False))
+        problem = try_step(step, shape, kernels, jax.devices()[:1])
+        assert problem is not None and problem.problem.endswith("(window Chunk(tokens=12))")
+
+
 def test_contexts_outgrow_every_window_that_is_not_huge():
     for window, decode, chunk in ((14, 3000, 8200), (8192, 8257, 8407), (1 << 18, 3000, 8200)):
         decodes, _, chunks, _ = steps_of(replace(SHAPE, windows=(None, window)), Cases())
         assert decodes.contexts[-1] == chunks.contexts[1] == decode
         assert chunks.contexts[-1] == chunk
+
+
+@pytest.mark.parametrize("tokens", [48, 1000, 8192])
+def test_chunks_have_tokens_on_both_sides_of_a_jump(tokens):
+    *_, step = steps_of(replace(SHAPE, windows=(Chunk(tokens), None)), Cases())
+    end, new = step.contexts[-1], step.new[-1]
+    assert end % tokens in range(1, new) and end - new > 0
 
 
 def test_a_shape_has_what_the_models_layers_have():
@@ -248,6 +266,7 @@ def test_a_verdict_is_of_one_machine_and_one_kernel(monkeypatch):
         replace(trial, device_ids=(0, 1)),
         replace(trial, shape=replace(SHAPE, windows=(8,))),
         replace(trial, shape=replace(SHAPE, windows=(None, 8))),
+        replace(trial, shape=replace(SHAPE, windows=(Chunk(8),))),
         replace(trial, shape=replace(SHAPE, scale=0.1)),
         replace(trial, shape=replace(SHAPE, soft_cap=50.0)),
         replace(trial, shape=replace(SHAPE, has_sinks=True)),
@@ -260,7 +279,7 @@ def test_a_verdict_is_of_one_machine_and_one_kernel(monkeypatch):
 
 
 def test_a_trial_survives_its_way():
-    trial = Trial(SHAPE, Cases(), "NVIDIA H200", (0, 1))
+    trial = Trial(replace(SHAPE, windows=(None, 8, Chunk(8))), Cases(), "NVIDIA H200", (0, 1))
     assert Trial.read(json.dumps(dataclasses.asdict(trial))) == trial
 
 

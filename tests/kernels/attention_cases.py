@@ -17,6 +17,7 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
 from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
 from pallas_kernels.rows import Sequences, rows_of
+from pallas_kernels.window import Window, first_seen
 
 FP8 = jnp.float8_e4m3fn
 NULL_BLOCK = 0
@@ -36,13 +37,13 @@ class Case(NamedTuple):
     head_dim: int = 64
     dtype: Any = jnp.bfloat16
     kv_dtype: Any = jnp.bfloat16
-    sliding_window: int | None = None
+    window: Window | None = None
     soft_cap: float | None = None
     kv_scales: Any = (1.0, 1.0)
     sinks: tuple[float, float] | None = None  # from, to: of the heads, in equal steps
     config: PrefillConfig = PrefillConfig(kv_tile=64, num_blocks=2, fixed_rounds=0)
     num_blocks: int = 2  # thread blocks of the decode kernel
-    divided_window: int | None = -1  # of its work; -1: that of the layer
+    divided_window: Window | None = -1  # of its work; -1: that of the layer
     drafts: int = 0  # tokens of each of `decodes` after its first
 
     @property
@@ -98,11 +99,12 @@ def make_step(case: Case, seed: int = 0) -> Step:
 
 def free_what_has_left(case: Case, step: Step) -> Step:
     """Put the null block, which is NaN, where no token of the step sees a block any more."""
-    if case.sliding_window is None:
+    if case.window is None:
         return step
     tables = step.kv.block_tables.copy()
     new = np.diff(step.query_start_loc)
-    left = np.maximum(step.kv.seq_lens - new + 1 - case.sliding_window, 0) // case.block_size
+    oldest = first_seen(step.kv.seq_lens - new, case.window)
+    left = np.maximum(oldest, 0) // case.block_size
     for row, count in enumerate(left):
         tables[row, :count] = NULL_BLOCK
     return step._replace(kv=step.kv._replace(block_tables=tables))
@@ -113,7 +115,7 @@ def options_of(case: Case, interpret: Any = INTERPRETER) -> AttentionOptions:
     sinks = None
     if case.sinks is not None:
         sinks = jnp.linspace(*case.sinks, case.q_per_kv * case.kv_heads, dtype=case.dtype)
-    limits = case.sliding_window, case.soft_cap
+    limits = case.window, case.soft_cap
     return AttentionOptions(case.head_dim**-0.5, *limits, case.kv_scales, sinks, interpret)
 
 
@@ -125,7 +127,7 @@ def run_prefill(
         Sequences(step.kv.seq_lens, step.query_start_loc, len(case.decodes)),
         num_tokens=step.q.shape[0],
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
-        sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
+        window=case.window if case.divided_window == -1 else case.divided_window,
         max_context=step.kv.block_tables.shape[1] * case.block_size,
         config=case.config,
     )
@@ -148,7 +150,7 @@ def decode_work(case: Case, step: Step) -> DecodeWork:
         rows,
         max(case.num_rows, len(step.kv.seq_lens)),
         kv_heads=case.kv_heads,
-        sliding_window=case.sliding_window if case.divided_window == -1 else case.divided_window,
+        window=case.window if case.divided_window == -1 else case.divided_window,
         config=decode_config(case),
     )
 

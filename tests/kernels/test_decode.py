@@ -11,6 +11,7 @@ from spent import quick
 from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.window import Chunk
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
 CASES = {
@@ -24,7 +25,7 @@ CASES = {
         dtype=jnp.float16,
         kv_dtype=jnp.float16,
         block_size=128,
-        sliding_window=40,
+        window=40,
     ),
     "q_per_kv 3, soft cap, sinks, blocks of 32": decodes(
         q_per_kv=3, kv_heads=2, soft_cap=5.0, sinks=(-2, 6), block_size=32
@@ -38,7 +39,7 @@ CASES = {
         kv_heads=2,
         kv_dtype=FP8,
         kv_scales=jnp.float32([[0.5, 1.5], [2, 3]]),
-        sliding_window=50,
+        window=50,
     ),
     "q_per_kv 12, one worker": decodes(q_per_kv=12, num_blocks=1),
     "many jobs of a row, sinks": decodes(
@@ -48,25 +49,29 @@ CASES = {
         (900, 3), q_per_kv=16, block_size=8, num_blocks=3
     ),
     "q_per_kv 32, blocks of 256, window": decodes(
-        (600, 40), q_per_kv=32, block_size=256, sliding_window=300
+        (600, 40), q_per_kv=32, block_size=256, window=300
     ),
     "head_dim 96, window": decodes(
-        (1, 39, 64, 200), padding=2, q_per_kv=1, kv_heads=2, head_dim=96, sliding_window=50
+        (1, 39, 64, 200), padding=2, q_per_kv=1, kv_heads=2, head_dim=96, window=50
     ),
     "head_dim 96, q_per_kv 4, fp8": decodes(
         (70, 130), q_per_kv=4, head_dim=96, kv_dtype=FP8, kv_scales=(0.5, 3.0)
     ),
     "head_dim 160": decodes((1, 130), q_per_kv=3, head_dim=160),
     "rows that share a context": decodes((66, 4, 300), drafts=3, padding=1, num_blocks=4),
-    "rows that share a context, window": decodes((66, 130), drafts=4, sliding_window=50),
-    "work divided for no window": decodes(
-        (300, 20), sliding_window=70, divided_window=None, num_blocks=5
+    "rows that share a context, window": decodes((66, 130), drafts=4, window=50),
+    "chunks of 40, drafts across an edge": decodes(
+        (39, 40, 77, 81, 300), drafts=3, window=Chunk(40), q_per_kv=5, padding=1, num_blocks=4
     ),
+    "chunks of 64, fp8, work divided for no window": decodes(
+        (1, 64, 65, 300), window=Chunk(64), kv_dtype=FP8, divided_window=None
+    ),
+    "work divided for no window": decodes((300, 20), window=70, divided_window=None, num_blocks=5),
 }
 
 
 @pytest.mark.parametrize(
-    "name", quick(CASES, "q_per_kv 7, fp8", "rows that share a context, window", "head_dim 160")
+    "name", quick(CASES, "q_per_kv 7, fp8", "chunks of 40, drafts across an edge", "head_dim 160")
 )
 def test_decode_is_attention(name):
     case = CASES[name]
@@ -103,7 +108,7 @@ def arrays_of(case):
         (dict(block_size=24), "block_size 24 must"),
         (dict(dtype=jnp.float32, kv_dtype=jnp.float32), "q of float32"),
         (dict(kv_dtype=jnp.float16), "pools of float16"),
-        (dict(sliding_window=0), "sliding_window 0 is not positive"),
+        (dict(window=0), "window 0 is not positive"),
         (dict(soft_cap=0.0), "soft_cap 0.0 is not positive"),
         (dict(sinks=(0, 1)), r"sinks of shape \(2,\): there must be one for each head"),
     ],
@@ -111,7 +116,7 @@ def arrays_of(case):
 def test_what_the_kernel_cannot_take_is_said(change, message):
     case = decodes()._replace(**change)
     sinks = None if case.sinks is None else jnp.zeros(len(case.sinks))
-    options = AttentionOptions(1.0, case.sliding_window, case.soft_cap, sinks=sinks)
+    options = AttentionOptions(1.0, case.window, case.soft_cap, sinks=sinks)
     with pytest.raises(ValueError, match=message):
         decode_attention(*arrays_of(case), options)
 

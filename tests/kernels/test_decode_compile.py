@@ -22,6 +22,7 @@ from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig, StepWork
 from pallas_kernels.tuned import safe_config
+from pallas_kernels.window import Chunk
 
 aot.require()
 pytestmark = pytest.mark.thorough
@@ -55,6 +56,7 @@ CASES = {
     "bf16, one KV head": Case(kv_heads=1),
     "sinks, head_dim 64, one KV head": Case(64, kv_heads=1, has_sinks=True),
     "f16, head_dim 64, blocks of 128": Case(64, 128, 4, dtype=jnp.float16, kv_dtype=jnp.float16),
+    "q_per_kv 5, chunks": Case(q_per_kv=5, options=AttentionOptions(0.1, Chunk(8192))),
     "fp8, window, cap": Case(
         kv_dtype=FP8, options=AttentionOptions(0.1, 1024, soft_cap=50.0, kv_scales=(0.1, 1.0))
     ),

@@ -20,7 +20,7 @@ FAULTS = {
     ),
     "the window is one token short": (
         "decode_compute", "positions >= part.low", "positions > part.low",
-        decodes(sliding_window=50),
+        decodes(window=50),
     ),
     "the scale is 5% off": (
         "decode_compute", "(options.scale * LOG2_E))", "(1.05 * options.scale * LOG2_E))", decodes()

@@ -14,10 +14,12 @@ from pallas_kernels.decode_work import (
     num_workers,
 )
 from pallas_kernels.rows import Rows, rows_of
+from pallas_kernels.window import Chunk
 
 TILE = 64
 LENGTHS = st.lists(st.integers(1, 700), max_size=9)
 FIXED = st.sampled_from([None, 1, 3])
+WINDOWS = st.sampled_from([None, 1, 64, 100, Chunk(64), Chunk(100)])
 
 
 def make(
@@ -25,7 +27,7 @@ def make(
 ) -> DecodeWork:
     rows = Rows(np.arange(len(lengths), dtype=np.int32), np.array(lengths, np.int32))
     config = DecodeConfig(TILE, num_blocks, fixed_rounds=fixed_rounds)
-    options = dict(kv_heads=kv_heads, sliding_window=window, config=config)
+    options = dict(kv_heads=kv_heads, window=window, config=config)
     return divide_decode(rows, len(lengths) + padding, **options)
 
 
@@ -41,11 +43,14 @@ def test_rows_are_the_tokens_of_the_first_sequences():
     assert len(rows_of(lens, starts, 0).seq) == 0
 
 
-@given(LENGTHS, st.integers(0, 3), st.integers(1, 12), st.sampled_from([None, 1, 64, 100]), FIXED)
+@given(LENGTHS, st.integers(0, 3), st.integers(1, 12), WINDOWS, FIXED)
 def test_every_round_is_worked_on_once(lengths, padding, num_blocks, window, fixed):
     work = make(lengths, padding, num_blocks, window=window, fixed_rounds=fixed)
     done = [(row, nth) for row, begin, end in jobs_of(work) for nth in range(begin, end)]
-    starts = [max(0, n - (window or n)) // TILE for n in lengths]
+    if isinstance(window, Chunk):
+        starts = [(n - 1) // window.tokens * window.tokens // TILE for n in lengths]
+    else:
+        starts = [max(0, n - (window or n)) // TILE for n in lengths]
     wanted = [
         (row, nth) for row, n in enumerate(lengths) for nth in range(starts[row], -(-n // TILE))
     ]

@@ -22,7 +22,7 @@ CASES = {
         ((17, 100),),
         decodes=(130, 20),
         kv_dtype=FP8,
-        sliding_window=30,
+        window=30,
         soft_cap=4.0,
         kv_scales=(0.5, 2.0),
     ),
@@ -39,7 +39,7 @@ def test_a_step_is_attention(name):
         Sequences(step.kv.seq_lens, step.query_start_loc, len(case.decodes), most),
         num_tokens=step.q.shape[0],
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
-        sliding_window=case.sliding_window,
+        window=case.window,
         config=CONFIG,
     )
 

@@ -9,6 +9,7 @@ from attention_cases import worst_prefill as worst
 from spent import quick
 
 from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.window import Chunk
 
 # Slots of no token hold NaN, and keys of them are multiplied before they are masked.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
@@ -38,9 +39,13 @@ CASES = {
     "head_dim 256, one stage": Case(
         ((17, 200), (5, 5)), head_dim=256, config=PrefillConfig(64, 1, 1)
     ),
-    "window 20, sinks": Case(((17, 200), (40, 40)), sliding_window=20, sinks=(-2, 6)),
-    "window 60, rows that see nothing of their first round": Case(((17, 200),), sliding_window=60),
-    "window 100": Case(((17, 200), (70, 150)), sliding_window=100),
+    "window 20, sinks": Case(((17, 200), (40, 40)), window=20, sinks=(-2, 6)),
+    "window 60, rows that see nothing of their first round": Case(((17, 200),), window=60),
+    "chunks of 40, tiles across their edges": Case(((17, 100), (60, 130)), window=Chunk(40)),
+    "chunks of rounds, q_per_kv 5, two KV heads": Case(
+        ((70, 200), (5, 64)), window=Chunk(64), q_per_kv=5, kv_heads=2
+    ),
+    "window 100": Case(((17, 200), (70, 150)), window=100),
     "soft cap, sinks": Case(soft_cap=3.0, sinks=(-2, 2)),
     "float16": Case(dtype=jnp.float16, kv_dtype=jnp.float16),
     "fp8": Case(
@@ -54,7 +59,7 @@ CASES = {
     "the next product under way, two KV heads, a window, sinks": Case(
         ((17, 300), (5, 5)),
         kv_heads=2,
-        sliding_window=60,
+        window=60,
         sinks=(-2, 6),
         config=PrefillConfig(64, 2, 2, overlap=True),
     ),
@@ -69,9 +74,18 @@ CASES = {
     "split, tiles that end in different spans, a partial tile, sinks": Case(
         ((50, 280), (1, 130)), decodes=(300,), config=SPLIT, sinks=(4, 8)
     ),
-    "split, window 150": Case(((40, 400),), sliding_window=150, config=SPLIT),
+    "split, chunks of 150, sinks": Case(
+        ((40, 470),), window=Chunk(150), config=SPLIT, sinks=(-2, 6)
+    ),
+    "chunks, divided for no window, the next product under way": Case(
+        ((40, 280),),
+        window=Chunk(130),
+        divided_window=None,
+        config=PrefillConfig(64, 2, 2, overlap=True),
+    ),
+    "split, window 150": Case(((40, 400),), window=150, config=SPLIT),
     "split for a wider window, sinks": Case(
-        ((40, 600),), sliding_window=150, divided_window=None, config=SPLIT, sinks=(-2, 6)
+        ((40, 600),), window=150, divided_window=None, config=SPLIT, sinks=(-2, 6)
     ),
     "split, fp8": Case(((17, 300),), kv_heads=2, kv_dtype=FP8, kv_scales=(1.0, 1.5), config=SPLIT),
     "blocks of 8, one KV head of 16": Case(((9, 70),), q_per_kv=16, block_size=8),
@@ -80,7 +94,8 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", quick(CASES, "chunks that continue a context", "fp8", "split, one KV head of 32")
+    "name",
+    quick(CASES, "chunks of 40, tiles across their edges", "fp8", "split, one KV head of 32"),
 )
 def test_it_is_attention(name):
     case = CASES[name]
@@ -112,7 +127,7 @@ def test_fixed_rounds_give_a_token_the_same_bits_in_any_company():
         (dict(config=PrefillConfig(256)), "kv_tile must be one of"),
         (dict(dtype=jnp.float32, kv_dtype=jnp.float32), "q must be bfloat16 or float16"),
         (dict(kv_dtype=jnp.float16), "pools of float16 with q of bfloat16"),
-        (dict(sliding_window=0), "sliding_window 0 is not positive"),
+        (dict(window=0), "window 0 is not positive"),
         (dict(soft_cap=-1.0), "soft_cap -1.0 is not positive"),
         (dict(q_per_kv=33), "33 query heads to a KV head: 1 to 32"),
     ],

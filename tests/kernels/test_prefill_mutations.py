@@ -20,7 +20,7 @@ FAULTS = {
     "one token too many is seen": ("softmax", "is_past = key <= ", "is_past = key - 1 <= ", Case()),
     "the window is one token short": (
         "softmax", "key > lax.", "key - 1 > lax.",
-        Case(sliding_window=50),
+        Case(window=50),
     ),
     "the scale is 5% off": (
         "compute", "problem.options.scale * k_scale", "1.05 * problem.options.scale * k_scale",
@@ -49,15 +49,15 @@ FAULTS = {
     ),
     "values before the window are not cleared": (
         "memory", "seen = (rows + row >= low) & (", "seen = (",
-        Case(((17, 200),), sliding_window=20),
+        Case(((17, 200),), window=20),
     ),
     "the round that the window begins in is not looked at": (
         "memory", "is_part = (piece.first * problem.kv_tile < low)", "is_part = (low < 0)",
-        Case(((17, 200),), sliding_window=20),
+        Case(((17, 200),), window=20),
     ),
     "a row that sees nothing of a round weighs it by a rounding error": (
         "softmax", "filled((ROWS,), FLOOR, row)", "filled((ROWS,), LOWEST, row)",
-        Case(((17, 200),), sliding_window=60),
+        Case(((17, 200),), window=60),
     ),
     "the soft cap is half as steep": (
         "softmax", "(2 * LOG2_E / soft_cap)", "(LOG2_E / soft_cap)", Case(soft_cap=3.0)

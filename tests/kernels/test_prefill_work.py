@@ -18,10 +18,11 @@ from pallas_kernels.prefill_work import (
     tokens_per_warpgroup,
 )
 from pallas_kernels.rows import Sequences
+from pallas_kernels.window import Chunk, Window
 
 CHUNKS = st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3000)), max_size=6)
 ROUNDS = st.sampled_from([None, 0, 1, 3])
-WINDOWS = st.sampled_from([None, 1, 200, 1000])
+WINDOWS = st.sampled_from([None, 1, 200, 1000, Chunk(1), Chunk(96), Chunk(1000)])
 
 
 def divide(chunks, decodes=0, padding_seqs=0, padding=0, q_per_kv=8, kv_heads=1, **options: Any):
@@ -32,6 +33,14 @@ def divide(chunks, decodes=0, padding_seqs=0, padding=0, q_per_kv=8, kv_heads=1,
     options = {"num_tokens": int(starts[-1]) + padding, "max_context": 4096, **options}
     sequences, heads = Sequences(new + before, starts, decodes), (q_per_kv * kv_heads, kv_heads)
     return divide_prefill(sequences, heads=heads, **options), before, starts
+
+
+def seen_by(position: int, window: Window | None) -> list[int]:
+    """The positions that a token sees, by definition; none of padding, which is below 0."""
+    past = range(position + 1)
+    if isinstance(window, Chunk):
+        return [key for key in past if key // window.tokens == position // window.tokens]
+    return [key for key in past if window is None or position - key < window]
 
 
 def jobs_of(work: PrefillWork) -> Job:
@@ -53,7 +62,7 @@ def test_every_token_sees_its_context_once(
 ):
     config = PrefillConfig(num_blocks=6, fixed_rounds=rounds)
     work, before, starts = divide(
-        chunks, decodes, padding_seqs, padding, q_per_kv, kv_heads, sliding_window=window,
+        chunks, decodes, padding_seqs, padding, q_per_kv, kv_heads, window=window,
         config=config,
     )  # fmt: skip
     tile, jobs = 2 * tokens_per_warpgroup(q_per_kv), jobs_of(work)
@@ -66,7 +75,7 @@ def test_every_token_sees_its_context_once(
     for (seq, begin, end, position), parts in tiles.items():
         assert end - begin <= tile
         parts.sort(key=lambda job: job.first)
-        oldest = max(0, position + 1 - window) if window else 0
+        oldest = min(seen_by(position, window), default=0)
         last = -(-max(position + end - begin, 0) // SPAN)
         assert parts[0].first == min(oldest // SPAN, last) and parts[-1].last == last
         assert all(a.last == b.first for a, b in itertools.pairwise(parts))

@@ -21,6 +21,7 @@ from spent import thorough
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.window import Chunk
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
@@ -81,7 +82,7 @@ def make_case(
     lens[: len(seq_lens)] = seq_lens
     work = divide_attention(
         tables, Sequences(lens, starts, num_decodes, num_rows),
-        num_tokens=tokens, block_size=block_size, sliding_window=window, sizes=sizes,
+        num_tokens=tokens, block_size=block_size, window=window, sizes=sizes,
     )  # fmt: skip
     slot_mapping = np.zeros(tokens, np.int32)
     slot_mapping[: len(slots)] = slots
@@ -93,7 +94,7 @@ def make_case(
 
 @partial(jax.jit, static_argnames=("scale", "window", "sizes"))
 def attend(q, pool, metadata, scale, window, sizes):
-    options = LoopOptions(scale, sliding_window=window, sizes=sizes)
+    options = LoopOptions(scale, window=window, sizes=sizes)
     return ragged_paged_attention(q, pool, metadata.block_tables, metadata.work, options)
 
 
@@ -146,8 +147,8 @@ def test_equals_the_definition(name):
 
 
 @pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts"])
-@pytest.mark.parametrize("window", [20, *thorough(1, 100)])
-def test_sliding_window(name, window):
+@pytest.mark.parametrize("window", [20, Chunk(24), *thorough(1, 100, Chunk(1), Chunk(64))])
+def test_windows(name, window):
     check(make_case(*STEPS[name], window=window), window)
 
 
@@ -158,7 +159,7 @@ ONE_WAVE = LoopSizes(lambda rows: RowLoop(2 * rows, 1, 32), 48, 96)
 @pytest.mark.thorough
 @pytest.mark.parametrize("sizes", [ONE_WAVE, GPU_SIZES], ids=["small", "gpu"])
 @pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts", "nothing"])
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, Chunk(48)])
 def test_the_loops_of_gpus_equal_the_definition(name, window, sizes):
     case = make_case(*STEPS[name], window=window, sizes=sizes)
     if window is None and sizes == ONE_WAVE and name == "decodes at the edges":
@@ -190,7 +191,7 @@ DRAFTED = {
 }
 
 
-@pytest.mark.parametrize("window", [None, *thorough(20)])
+@pytest.mark.parametrize("window", [None, *thorough(20, Chunk(32))])
 @pytest.mark.parametrize("name", DRAFTED)
 def test_every_token_of_a_sequence_may_be_a_row(name, window):
     *step, num_decodes, num_rows = DRAFTED[name]
@@ -213,7 +214,7 @@ TILED = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, Chunk(32)])
 @pytest.mark.parametrize("name", TILED)
 def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
     *step, num_decodes, num_rows, num_tiles, num_in_jobs = TILED[name]
@@ -224,7 +225,7 @@ def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
     check(case, window, CPU_DRAFT_SIZES)
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, Chunk(32)])
 def test_rows_of_any_tokens(window):
     """The queries of some tokens only, in any order: what layers that compute rows alone do."""
     case = make_case(*STEPS["decodes and prompts"], window=window)
@@ -232,7 +233,7 @@ def test_rows_of_any_tokens(window):
     starts = case.metadata.query_start_loc
     seq = (np.searchsorted(starts, tokens, side="right") - 1).astype(np.int32)
     lengths = case.metadata.seq_lens[seq] - (starts[seq + 1] - tokens - 1)
-    work = divide_rows(Rows(seq, lengths), 8, block_size=16, sliding_window=window)
+    work = divide_rows(Rows(seq, lengths), 8, block_size=16, window=window)
     q = jnp.pad(case.q[tokens], ((0, 2), (0, 0), (0, 0)))
     out = jax.jit(partial(row_attention, options=LoopOptions(16**-0.5)))(
         q, case.pool, case.metadata.block_tables, work

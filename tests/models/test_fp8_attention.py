@@ -68,7 +68,7 @@ def test_attention_reads_codes_times_the_scales_of_their_heads(dtype, window, he
     case = make_case(*STEPS["decodes and prompts"], dtype=dtype, window=window)
     pool = tuple(x.astype(E4M3) for x in case.pool)
     scales = np.float32([[0.5, 1.7], [3.0, 0.6]])
-    options = LoopOptions(0.25, sliding_window=window, kv_scales=jnp.asarray(scales))
+    options = LoopOptions(0.25, window=window, kv_scales=jnp.asarray(scales))
     attend = partial(ragged_paged_attention, options=options)
     tables, work = case.metadata.block_tables, case.metadata.work
     in_bytes = tuple(np.asarray(x).view(held) for x in pool)

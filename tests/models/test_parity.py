@@ -35,7 +35,7 @@ CASES += [
     (name, *mesh)
     for name in (
         *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
-        *("cohere", "minimax_m2", "llama4_text", "gemma4_text"),
+        *("cohere", "minimax_m2", "llama4_text", "llama4_chunks", "gemma4_text"),
         *("gemma4_inputs", "gemma4_experts"),
     )
     for mesh in SPLITS
@@ -47,6 +47,8 @@ QUICK_ONES = {
     ("gemma3_text", 2),
     ("qwen3", 3),
     ("llama4_text", 2),
+    ("llama4_chunks", 2),
+    ("llama4_chunks_128e", 2),
     ("gemma4_text", 4),
 }
 QUICK_ONES |= {("gemma4_experts", 4)}
@@ -63,6 +65,8 @@ def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
     longest = max(map(len, prompts))
     for i, token_ids in enumerate(prompts):
         hidden, logits, _ = forward(DATA / name, token_ids, sp, tp, mode, strategy, longest)
+        if (kept := expected.get(f"kept_{i}")) is not None:
+            hidden, logits = [states[kept] for states in hidden], logits[kept]
         states = expected[f"hidden_states_{i}"]
         for layer, (got, want) in enumerate(zip(hidden, states[:-1], strict=True)):
             assert_close(got, want, f"{name} prompt {i} after layer {layer}")

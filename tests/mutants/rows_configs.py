@@ -44,9 +44,21 @@ ROWS = (
         ("tests/weights/test_hf_config.py",), "scores are capped that transformers does not cap",
     ),
     Mutant(
-        "Llama 4 is served beyond a chunk", "configs", FAMILY,
-        "return min(limits)", "return positions",
-        ("tests/weights/test_hf_names.py",), "tokens of other chunks are seen",
+        "chunks of Llama 4 slide", "configs", LAYERS,
+        "return LayerKind(reach, theta, scaling, chunk=chunk)",
+        "return LayerKind(chunk or reach, theta, scaling)",
+        (TEST_PARITY,), "tokens of other chunks are seen",
+    ),
+    Mutant(
+        "queries of Llama 4 grow in rotary layers, too", "configs", "shiftjax/arch/config.py",
+        "if growth is not None and growth.in_rotary != kind.has_rope:", "if False:",
+        (TEST_PARITY,), "late tokens of rotary layers look too sharply",
+    ),
+    Mutant(
+        "queries of Llama 4 grow a token late", "configs", "shiftjax/models/layers.py",
+        "times = (positions + growth.first) // growth.context",
+        "times = positions // growth.context",
+        (TEST_PARITY,), "the last token of every step of growth is of the one before",
     ),
     Mutant(
         "longrope is of the longest context", "configs", "shiftjax/deploy/resolve.py",
@@ -75,7 +87,8 @@ ROWS = (
     ),
     Mutant(
         "queries grow from the first position on", "configs", "shiftjax/models/layers.py",
-        "(positions // context)", "(positions / context)",
+        "(positions + growth.first) // growth.context",
+        "(positions + growth.first) / growth.context",
         (TEST_PARITY,), "Ministral 3 is another model",
     ),
     Mutant(

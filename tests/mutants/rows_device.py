@@ -325,9 +325,27 @@ KERNELS_ROWS = (
     ),
     Mutant(
         "the XLA window is a token too wide", "kernels", "shiftjax/models/attention_work.py",
-        "begin = np.maximum(end - (sliding_window or end), 0)",
-        "begin = np.maximum(end - 1 - (sliding_window or end), 0)",
-        ("tests/models/test_attention.py::test_sliding_window",), "decodes see past their window",
+        "begin = np.maximum(first_seen(end - 1, window), 0)",
+        "begin = np.maximum(first_seen(end - 2, window), 0)",
+        ("tests/models/test_attention.py::test_windows",), "decodes see past their window",
+    ),
+    Mutant(
+        "a chunk begins a token early", "kernels", "pallas_kernels/window.py",
+        "return position - rest(position, window.tokens)",
+        "return position - rest(position, window.tokens) - 1",
+        ("tests/kernels/test_window.py", "tests/models/test_attention.py::test_windows"),
+        "the last token of another chunk is seen",
+    ),
+    Mutant(
+        "chunks of prompts are not hidden in tiles", "kernels", "shiftjax/models/attention.py",
+        "seen &= key >= first_seen(query, window)", "pass",
+        ("tests/models/test_attention.py::test_windows",), "tiles see a round's other chunks",
+    ),
+    Mutant(
+        "the decode kernel sees no chunks", "kernels", "pallas_kernels/decode_terms.py",
+        "low = oldest_seen(length - 1, window)",
+        "low = jnp.maximum(length - (window if isinstance(window, int) else length), 0)",
+        ("tests/kernels/test_decode.py",), "decodes see what prompts do not",
     ),
     Mutant(
         "XLA's decode rows see a slot too many", "kernels", ATTENTION,

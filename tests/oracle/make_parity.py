@@ -13,6 +13,7 @@ Each folder holds `config.json` and `model.safetensors` as `save_pretrained` wri
     token_ids_i      [tokens]                    int64
     hidden_states_i  [layers + 2, tokens, hidden]  embedding, every layer's output, final norm
     logits_i         [tokens, vocab]
+    kept_i           [kept]                      only of these tokens, in models of `LONG_PROMPTS`
     greedy_i         [12]                        continuation, end-of-sequence ignored
     margin_i         [12]                        logit of each over its runner-up
 """
@@ -30,6 +31,8 @@ from transformers.utils import logging
 
 SEED = 20260801
 PROMPT_LENS = (37, 20)
+LONG_PROMPTS = (768, 130)  # of models whose names begin with `llama4_chunks`
+EDGES = (64, 50)  # tokens beside their multiples are kept of these: chunks, steps of growth
 GREEDY_TOKENS = 12
 LEAST_MARGIN = 2e-3  # below this, float32 rounding could turn a greedy choice
 
@@ -102,6 +105,14 @@ GEMMA4 = {
         },
     },
     "tie_word_embeddings": True,
+}
+
+CHUNKED = LEAST | {
+    "max_position_embeddings": 1024,
+    "num_hidden_layers": 4,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 24,
+    "num_local_experts": 4,
 }
 
 # name: Hugging Face model_type, what differs from COMMON
@@ -327,7 +338,7 @@ MODELS: dict[str, tuple[str, dict]] = {
             "tie_word_embeddings": True,
         },
     ),
-    "llama4_text": (  # served are 64 positions, the smaller of two limits
+    "llama4_text": (
         "llama4_text",
         LEAST
         | {
@@ -406,6 +417,30 @@ MODELS: dict[str, tuple[str, dict]] = {
             "layer_types": ["sliding_attention", "full_attention"],
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 1,
+        },
+    ),
+    "llama4_chunks": (  # as Scout, and every other layer without rotary positions
+        "llama4_text",
+        CHUNKED
+        | {
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 64,
+            "floor_scale": 50,
+            "attn_scale": 0.4,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "llama4_chunks_128e": (  # as Maverick: neither norms nor growth; experts in every other layer
+        "llama4_text",
+        CHUNKED
+        | {
+            "no_rope_layer_interval": 4,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 96,
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
         },
     ),
 }
@@ -499,6 +534,13 @@ def expect(model: torch.nn.Module, token_ids: torch.Tensor) -> dict[str, np.ndar
     }
 
 
+def kept_of(length: int) -> np.ndarray:
+    """Return the tokens on both sides of edges, and the last ones."""
+    edges = [edge for step in EDGES for edge in range(0, length, step)]
+    near = [edge + beside for edge in edges for beside in (-1, 0)]
+    return np.unique([*(token for token in near if token >= 0), length - 2, length - 1])
+
+
 def write(directory: Path, name: str) -> float:
     """Write one model's folder; return the smallest margin of its greedy choices."""
     generator = torch.Generator().manual_seed(SEED + list(MODELS).index(name))
@@ -507,9 +549,15 @@ def write(directory: Path, name: str) -> float:
     if name.endswith("mxfp4"):
         model = in_mxfp4(directory / name, generator)
     expected: dict[str, np.ndarray] = {}
-    for i, length in enumerate(PROMPT_LENS):
+    is_long = name.startswith("llama4_chunks")
+    for i, length in enumerate(LONG_PROMPTS if is_long else PROMPT_LENS):
         token_ids = torch.randint(3, COMMON["vocab_size"], (length,), generator=generator)
-        expected |= {f"{key}_{i}": value for key, value in expect(model, token_ids).items()}
+        found = expect(model, token_ids)
+        if is_long:
+            kept = found["kept"] = kept_of(length)
+            found["hidden_states"] = found["hidden_states"][:, kept]
+            found["logits"] = found["logits"][kept]
+        expected |= {f"{key}_{i}": value for key, value in found.items()}
     np.savez_compressed(directory / name / "expected.npz", **expected)
     return min(float(expected[f"margin_{i}"].min()) for i in range(len(PROMPT_LENS)))
 

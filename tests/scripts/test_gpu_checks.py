@@ -41,7 +41,7 @@ def test_every_configuration_is_tried_as_it_serves():
         config = gpu_checks.config_of(kernel)
         can_turn = most_jobs(config.decode, kernel.heads[1]) > JOBS_AT_ONCE
         wanted = {"rings_again", "queries_again"} | ({"turns"} if can_turn else set())
-        if kernel.sliding_window is None:
+        if kernel.window is None:
             assert names_reached(kernel, "long") >= wanted, kernel.described()
             assert "split_tiles" in names_reached(kernel, "chunk"), kernel.described()
 
