@@ -61,8 +61,10 @@ def make_plan(config: EngineConfig, files: ModelFiles) -> dict[str, Any]:
 
 
 def _formats(formats: Formats) -> str:
-    matrices = "" if formats.weights == formats.activations else f", matrices in {formats.weights}"
-    return f"{formats.activations}{matrices}"
+    if formats.weights == formats.activations:
+        return formats.activations
+    which = "experts" if formats.dense == formats.activations else "matrices"
+    return f"{formats.activations}, {which} in {formats.weights}"
 
 
 def _deployment_rows(

@@ -18,7 +18,7 @@ from flax.nnx.traversals import unflatten_mapping
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
-from shiftjax.arch.config import Codes
+from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Kind, Weight, family_of, plain_axis, weights_of
 from shiftjax.device.joined import Joiner, Members
@@ -116,6 +116,7 @@ def load_rows(
 
     `arrays`: which weights each array holds (`ModeWeights.arrays`); None: one.
     """
+    _tell_of_codes(layout.model, model.formats)
     stored = {weight.name: weight for weight in model.declared}
     joiner = Joiner(arrays or [(weight,) for weight in model.declared])
     errors: dict[str, jax.Array] = {}
@@ -149,6 +150,18 @@ def load_rows(
         joiner.put(scales.name, _load_one(scales, np.dtype(np.float32), layout, mesh, rows))
     progress("weights", len(plain_weights), len(plain_weights))
     return joiner.arrays()
+
+
+def _tell_of_codes(model: ModelConfig, formats: Formats) -> None:
+    """Tell what becomes of a checkpoint's four bits."""
+    if model.codes is None or not FORMATS[model.codes.format].is_packed:
+        return
+    name = model.codes.format
+    if formats.weights == name:
+        words = f"its {name} stays as it is"
+    else:
+        words = f"its {name} becomes {formats.weights}, because quantization says so"
+    logger.info("%s: %s on the devices", model.name, words)
 
 
 def _load_codes(

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Real, UInt8
 
 TILE_NUMBERS = 1 << 19  # of a tile, widened: what caches of CPUs hold
+LEAST_TOKENS = 8  # of fewer XLA makes sums for CPUs that widen one number after the other
 SYMMETRIC_ZERO = 8  # of codes without zero points
 
 
@@ -46,22 +47,24 @@ def tiled_product(
 
     `tile_of(start, rows)` gives these rows, `[rows, in]`, even inputs before odd ones.
     """
-    rows = min(num_outputs, max(1, TILE_NUMBERS // x.shape[1]))
+    num_tokens, inputs = x.shape
+    rows = min(num_outputs, max(1, TILE_NUMBERS // inputs))
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
+    x = jnp.pad(x, ((0, max(0, LEAST_TOKENS - num_tokens)), (0, 0)))
 
     def multiply(start: Array) -> Float[Array, "tokens rows"]:
         tile = tile_of(start, rows)
         return jnp.einsum("ti,oi->to", x, tile, preferred_element_type=jnp.float32)
 
     if rows == num_outputs:
-        return multiply(jnp.int32(0))
+        return multiply(jnp.int32(0))[:num_tokens]
 
     def add(nth: Array, out: Float[Array, "tokens out"]) -> Float[Array, "tokens out"]:
         start = jnp.minimum(nth * rows, num_outputs - rows)  # the last tile may overlap another
         return lax.dynamic_update_slice_in_dim(out, multiply(start), start, axis=1)
 
     out = jnp.zeros((x.shape[0], num_outputs), jnp.float32)
-    return lax.fori_loop(0, -(-num_outputs // rows), add, out)
+    return lax.fori_loop(0, -(-num_outputs // rows), add, out)[:num_tokens]
 
 
 def widened(

@@ -59,12 +59,12 @@ class HuggingFaceSource:
         stored = f"{place.name}{suffix}"
         is_whole = place.expert is None and info == self._quantised.tensors[place.name]
         if is_whole or suffix == OF_INPUTS:  # the inputs of a stack are one
-            return self._quantised.read(stored, index)
+            return np.ascontiguousarray(self._quantised.read(stored, index))
         shape = part_shape(info.shape, suffix, self.config.codes)
         rows, *rest = bounds(info._replace(shape=shape), index)
         rows = place.range_of(rows)
         if place.expert is None:
-            return self._quantised.read(stored, (rows, *rest))
+            return np.ascontiguousarray(self._quantised.read(stored, (rows, *rest)))
         own = slice(place.expert, place.expert + 1)
         if not place.is_transposed:
             return self._quantised.read(stored, (own, rows, *rest))[0, :: place.step]

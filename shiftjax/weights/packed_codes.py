@@ -30,13 +30,14 @@ class Reader(NamedTuple):
 def read_part(packed: Packed, suffix: str, index: Index) -> np.ndarray:
     """Return a range of what a matrix's name has with OF_CODES, OF_SCALE or OF_ZEROS behind it.
 
+    It need not be contiguous: of stacks each expert is turned back by whoever wants it.
     Raises CheckpointError for what devices cannot have: groups of inputs that are no neighbours,
     zero points in what calls itself symmetric, powers of two that are none.
     """
     reader = READERS[packed.scheme.kind]
     read = {OF_CODES: reader.codes, OF_SCALE: reader.scales, OF_ZEROS: reader.zeros}[suffix]
     assert read is not None
-    return np.ascontiguousarray(read(packed, *index))
+    return read(packed, *index)
 
 
 def pair(numbers: np.ndarray) -> np.ndarray:
