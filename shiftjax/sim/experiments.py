@@ -59,7 +59,8 @@ def target_from(options: Mapping[str, Any]) -> Target:
     kv = options.get("kv_cache_dtype") or "auto"
     kv = ALIASES.get(kv, kv)
     wrong = [name for name in (dtype, kv) if name not in (*FORMATS, "auto")]
-    wrong += [kv] if kv in PACKED else []
+    if kv in PACKED:
+        raise ConfigError([f"kv_cache_dtype {kv!r} is of weights alone: use fp8"])
     if wrong:
         raise ConfigError([f"dtype {wrong[0]!r} is none of {', '.join(FORMATS)}"])
     model = find_model(options["model"])
