@@ -255,6 +255,10 @@ _PRESETS = (
         experts=Experts(num=128, per_token=8, intermediate_size=768),
     ),
     preset(
+        *("qwen3-235b-a22b", _QWEN3_MOE, 4096, 12_288, 94, 64, 4, 128),
+        experts=Experts(num=128, per_token=8, intermediate_size=1536),
+    ),
+    preset(
         *("mixtral-8x7b", _MIXTRAL, 4096, 14_336, 32, 32, 8, 128),
         experts=Experts(num=8, per_token=2, intermediate_size=14_336),
     ),

@@ -36,11 +36,6 @@ _PLANNED = (
         },
         *(4096, 14_336, 64, 32, 8, 128),
     ),
-    preset(  # Qwen3-235B-A22B's config.json
-        *("qwen3-235b-a22b", {"architecture": "qwen3_moe", "vocab_size": 151_936} | _LONG),
-        *(4096, 12_288, 94, 64, 4, 128),
-        experts=Experts(num=128, per_token=8, intermediate_size=1536),
-    ),
     preset(  # Llama 4 Scout's config.json, text part: every layer has experts
         "llama-17b-16e",
         {"architecture": "llama", "vocab_size": 202_048} | _LONG,

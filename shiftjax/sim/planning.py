@@ -114,6 +114,9 @@ GOALS: Mapping[str, Cost] = MappingProxyType(
 )
 """What of a row is the less the better; without a goal, all columns count (`distances`)."""
 DIGITS = 6  # in which rows have to differ, to be better or worse
+AS_NEAR = (
+    1.02  # rows no further behind than the nearest by this factor are as near: predictions err
+)
 IN_WORDS = MappingProxyType(
     {
         "ttft": "is the first with its first token",
@@ -146,19 +149,25 @@ def best_of(
 ) -> Estimate | None:
     """The row that is best for a goal, of equals the nearest to the best in all columns.
 
-    Without a goal that is the first criterion. Of rows that are equal in this, too, the one with
-    the least SP, which has fewer modes to compile. None: nothing fits.
+    Without a goal, of the rows that are `AS_NEAR` as the nearest the one with most tokens per
+    second, for that is what is short in a burst. Of equal ones the one with the least SP, which has
+    fewer modes to compile. None: nothing fits.
     """
     fitting = [one for one in estimates if one.fits]
     if not fitting:
         return None
 
-    def rank(pair: tuple[float, Estimate]) -> tuple[float, float, int, int]:
-        behind, one = pair
-        cost = 0.0 if goal is None else GOALS[goal](one, workload)
-        return _rounded(cost), _rounded(behind), one.deployment.sp, one.deployment.pp
+    behind = distances(fitting)
+    most = AS_NEAR * min(behind) if goal is None else math.inf
+    cost = GOALS[goal or "throughput"]
 
-    return min(zip(distances(fitting), fitting, strict=True), key=rank)[1]
+    def rank(pair: tuple[float, Estimate]) -> tuple[float, float, int, int]:
+        far, one = pair
+        order = one.deployment.sp, one.deployment.pp
+        return _rounded(cost(one, workload)), _rounded(far), *order
+
+    near = (pair for pair in zip(behind, fitting, strict=True) if pair[0] <= most)
+    return min(near, key=rank)[1]
 
 
 def _rounded(number: float) -> float:
@@ -213,8 +222,9 @@ def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> st
     share = best.tokens_per_second / max(one.tokens_per_second for one in fitting)
     return (
         f"{name} takes {ttft:.2f} times the least time to the first token, {tpot:.2f} times the "
-        f"least per token, and has {share:.0%} of the most tokens per second. The product of these "
-        f"ratios is the least of {len(fitting)} that fit, so none is better in all three; "
+        f"least per token, and has {share:.0%} of the most tokens per second. Of "
+        f"{len(fitting)} that fit none has a product of these ratios that is {AS_NEAR - 1:.0%} "
+        "less, and of those as near none has more tokens per second; "
         f"--goal {', '.join(GOALS)} ask for one of them"
     )
 

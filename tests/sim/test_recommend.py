@@ -11,7 +11,7 @@ from shiftjax.sim.estimate import Estimate, Workload, estimate
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import deploy
-from shiftjax.sim.planning import GOALS, all_deployments, best_of, recommend
+from shiftjax.sim.planning import GOALS, all_deployments, best_of, distances, recommend
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest, arrival_times, on_off_times, requests_at
 
@@ -139,3 +139,15 @@ def test_a_model_with_experts_is_near_hindsight_with_code(dtype: str):
     """Lengths and rate of Azure's code trace, four times as fast."""
     arrivals = arrival_times(10, 60, cv=2, seed=0)
     assert in_hindsight(requests_at(arrivals, 2048, 28, 1.0, seed=0), dtype) < 1.15
+
+
+def test_of_rows_that_are_as_near_the_one_with_most_tokens_is_recommended():
+    near = 0
+    for _, workload, table in questions(20, seed=7):
+        best, behind = best_of(table, workload), distances(table)
+        assert best is not None
+        equal = [one for far, one in zip(behind, table, strict=True) if far <= 1.02 * min(behind)]
+        assert best in equal
+        assert best.tokens_per_second >= max(o.tokens_per_second for o in equal) * (1 - SAME)
+        near += best is not table[behind.index(min(behind))]
+    assert near  # it makes a difference in some
