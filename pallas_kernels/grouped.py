@@ -16,15 +16,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.four_bits import Groups, in_order, wrong_groups
 from pallas_kernels.grouped_combine import add_down, combine_gated
-from pallas_kernels.grouped_product import (
+from pallas_kernels.grouped_problem import (
     OVERHEAD_BYTES,
     SHARED_MEMORY_LIMIT,
     GroupedConfig,
     Inputs,
     make_problem,
-    multiply_tiles,
 )
+from pallas_kernels.grouped_product import multiply_tiles
 from pallas_kernels.grouped_rows import (
     BLOCKS_PER_CORE,
     COLLECTED,
@@ -37,7 +38,9 @@ from pallas_kernels.grouped_rows import (
 )
 from pallas_kernels.grouped_split import (
     CHANNELS,
+    FOUR_BITS,
     TILE_ROWS,
+    Items,
     count_parts,
     products_of,
     tile_rows,
@@ -55,10 +58,16 @@ from pallas_kernels.mosaic import FP8
 
 def config_for(mean_pairs: float, weights: ExpertWeights, cores: int = 132) -> GroupedConfig:
     """Return settings for so many pairs of an expert, on average over those of all devices."""
-    experts, width, hidden = weights.gate.shape
-    products = products_of(width, hidden, weights.gate.dtype.itemsize)
-    parts = count_parts(products, mean_pairs, experts, cores)
+    parts = count_parts(_products(weights), mean_pairs, weights.gate.shape[0], cores)
     return GroupedConfig(tile_rows(mean_pairs), cores, parts=parts)
+
+
+def _products(weights: ExpertWeights) -> tuple[Items, Items]:
+    """Describe how the products of experts are cut."""
+    _, width, hidden = weights.gate.shape
+    if weights.are_four_bits:
+        return products_of(width, 2 * hidden, FOUR_BITS)
+    return products_of(width, hidden, weights.gate.dtype.itemsize)
 
 
 def grouped_mlp(
@@ -87,14 +96,17 @@ def grouped_mlp(
     def multiply(source: Any, names: tuple[str, ...], row_scale: Any) -> jax.Array:
         matrices, scales, biases = (_of_all(weights, names, n) for n in ("", "_scale", "_bias"))
         gated = len(names) > 1
-        own = gate if gated else None
-        problem = make_problem(config, own, matrices[0], x.dtype, interpret)
         gain = None if gated or biases is None else row_gains
-        inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain)
+        groups = ()
+        if weights.are_four_bits:
+            groups, scales = _groups(weights, names), None
+        inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain, groups)
+        problem = make_problem(config, gate if gated else None, inputs, x.dtype, interpret)
         out = multiply_tiles(problem, inputs)
         return combine_gated(problem, inputs, out) if gated and problem.parts > 1 else out
 
     if weights.gate.dtype != FP8:
+        x = in_order(x) if weights.are_four_bits else x
         inner = multiply(collect_rows(x, token, tiles, launch), ("gate", "up"), None)
         out = multiply(inner, ("down",), row_gains)
     else:
@@ -116,6 +128,12 @@ def _of_all(weights: ExpertWeights, names: tuple[str, ...], suffix: str) -> Any:
     return None if found[0] is None else found
 
 
+def _groups(weights: ExpertWeights, names: tuple[str, ...]) -> tuple[Groups, ...]:
+    """Return what the groups of some matrices have."""
+    of_all = ((getattr(weights, f"{name}{of}") for of in ("_scale", "_zero")) for name in names)
+    return tuple(Groups(*each) for each in of_all)
+
+
 def quantise(
     x: Float[Array, "tokens width"],
 ) -> tuple[Float[Array, "tokens width"], Float[Array, " tokens"]]:
@@ -128,26 +146,38 @@ def quantise(
 def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
     """Raise ValueError for what the kernels cannot do."""
     (_, width, hidden), dtype = weights.gate.shape, weights.gate.dtype
-    wrong = []
-    if hidden % CHANNELS or width % CHANNELS:
-        wrong.append(f"hidden {hidden} and width {width} must be multiples of {CHANNELS}")
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or dtype not in (x.dtype, FP8):
+    wrong, item_bytes = [], dtype.itemsize
+    if weights.are_four_bits:
+        wrong, hidden, item_bytes = _wrong_codes(x, weights), 2 * hidden, x.dtype.itemsize
+    elif x.dtype not in (jnp.bfloat16, jnp.float16) or dtype not in (x.dtype, FP8):
         wrong.append(
             f"x of {x.dtype} and weights of {dtype}: x must be bfloat16 or float16, the weights of "
             f"the same type or {jnp.dtype(FP8)}"
         )
-    if (dtype == FP8) != (weights.gate_scale is not None):
+    elif (dtype == FP8) != (weights.gate_scale is not None):
         wrong.append(f"weights of {dtype} {'want' if dtype == FP8 else 'take no'} scales")
+    if hidden % CHANNELS or width % CHANNELS:
+        wrong.append(f"hidden {hidden} and width {width} must be multiples of {CHANNELS}")
     if config.rows not in TILE_ROWS:
         sizes = ", ".join(map(str, TILE_ROWS))
         wrong.append(f"tiles of {config.rows} rows; there are those of {sizes}")
-    steps = tuple(items.steps for items in products_of(width, hidden, dtype.itemsize))
-    if any(whole % parts for whole, parts in zip(steps, config.parts, strict=True)):
+    products = _products(weights)
+    if not all(of.can_be_cut(n) for of, n in zip(products, config.parts, strict=True)):
+        steps = tuple(items.steps for items in products)
         wrong.append(f"parts {config.parts} of {steps} steps: they must divide them")
     if config.stages is not None and config.stages < 2:
         wrong.append(f"{config.stages} stages of shared memory, where 2 are needed")
-    left = (SHARED_MEMORY_LIMIT - OVERHEAD_BYTES) // (COLLECTED * dtype.itemsize)
+    left = (SHARED_MEMORY_LIMIT - OVERHEAD_BYTES) // (COLLECTED * item_bytes)
     if hidden > (most := min(left, MOST_COLUMNS)):
         wrong.append(f"hidden {hidden} is more than the {most} of rows that can be collected")
     if wrong:
         raise ValueError("grouped_mlp: " + "; ".join(wrong))
+
+
+def _wrong_codes(x: jax.Array, weights: ExpertWeights) -> list[str]:
+    """Say what kernels cannot do with codes of four bits."""
+    wrong = [] if x.dtype == jnp.bfloat16 else [f"x of {x.dtype}: codes take bfloat16 only"]
+    for name in ("gate", "up", "down"):
+        codes, (groups,) = getattr(weights, name), _groups(weights, (name,))
+        wrong += [f"{name}: {what}" for what in wrong_groups(codes, groups)]
+    return wrong

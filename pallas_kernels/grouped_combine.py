@@ -17,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.grouped_product import Inputs, Item, Problem, Sums, finish, place_of_sums
+from pallas_kernels.grouped_problem import Inputs, Item, Problem, Sums
+from pallas_kernels.grouped_product import finish, place_of_sums
 from pallas_kernels.grouped_split import CHANNELS, PARTS, WARPGROUPS
 from pallas_kernels.mosaic import WGMMA, filled, swizzled
 
@@ -26,7 +27,7 @@ LOADED = 128  # numbers of a thread that are under way at once, at most
 
 def combine_gated(problem: Problem, inputs: Inputs, sums: Sums) -> Float[Array, "rows channels"]:
     """Return silu(gate x) * up x; rows of tiles that the step does not have are not written."""
-    arrays, tree = jax.tree.flatten((inputs._replace(x=None, weights=()), sums))
+    arrays, tree = jax.tree.flatten((inputs._replace(x=None, weights=(), groups=()), sums))
     places = sums.shape[2] * problem.rows
     return plgpu.kernel(
         functools.partial(_combine_kernel, problem, tree),

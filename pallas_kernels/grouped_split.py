@@ -16,6 +16,9 @@ CHANNELS = 64  # of a matrix instruction
 PART = WARPGROUPS * CHANNELS  # channels of one operand of an item
 PARTS = 2  # gate and up, or two neighbours of down
 STEP_BYTES = 128  # of the contraction, in a stage of shared memory: what a swizzle spans
+FOUR_BITS = 0.5  # bytes of a number
+FOUR_BIT_STEPS = 128, 64  # numbers: a stage has room for as many of the rows
+MOST_PADDED = 1 / 16  # of a contraction in such steps, which end in zeros: those of 2,880 are 23
 # A multiprocessor is taken to read at most so many times its share of the memory's rate.
 STREAM = 2.0
 MOST_PARTS = 8  # of a contraction: they are added up one after the other
@@ -28,18 +31,35 @@ class Items(NamedTuple):
     columns: int  # blocks of output channels
     step: int  # of the contraction, numbers
     steps: int
+    end_in_zeros: bool = False  # past the contraction: parts of it need not divide the steps
+
+    def can_be_cut(self, parts: int) -> bool:
+        """Whether so many parts are of whole steps, or nearly."""
+        whole = parts * steps_of_part(self.steps, parts)
+        return whole <= self.steps * (1 + MOST_PADDED * self.end_in_zeros)
 
 
-def items_of(channels: int, contraction: int, item_bytes: int, gated: bool) -> Items:
+def items_of(channels: int, contraction: int, item_bytes: float | int, gated: bool) -> Items:
     """Describe a product with a matrix [channels, contraction], or with two of them, gate and up.
 
-    The kernels have sides that are multiples of 64, so that steps are whole.
+    The kernels have sides that are multiples of 64. So steps are whole, but for those of four bits.
     """
-    step = next((n for n in (STEP_BYTES // item_bytes, 64) if contraction % n == 0), 64)
-    return Items(-(-channels // (PART if gated else PARTS * PART)), step, -(-contraction // step))
+    columns = -(-channels // (PART if gated else PARTS * PART))
+    if item_bytes < 1:
+        most = contraction * (1 + MOST_PADDED)
+        step = next((n for n in FOUR_BIT_STEPS if -(-contraction // n) * n <= most), 64)
+    else:
+        sizes = int(STEP_BYTES // item_bytes), 64
+        step = next((n for n in sizes if contraction % n == 0), 64)
+    return Items(columns, step, -(-contraction // step), item_bytes < 1)
 
 
-def products_of(width: int, hidden: int, item_bytes: int) -> tuple[Items, Items]:
+def steps_of_part(steps: int, parts: int) -> int:
+    """Return the steps of a part of a contraction; a last one of four bits may be past its end."""
+    return -(-steps // parts)
+
+
+def products_of(width: int, hidden: int, item_bytes: float | int) -> tuple[Items, Items]:
     """Describe both products of experts: gate and up, and down."""
     gated, down = (width, hidden, item_bytes, True), (hidden, width, item_bytes, False)
     return items_of(*gated), items_of(*down)
@@ -76,7 +96,7 @@ def _parts_of(items: Items, whole: float, cores: int) -> int:
     if reading_share(whole, cores) > 0.5:
         return 1
     most = min(MOST_PARTS, int(cores / whole), items.steps // LEAST_STEPS)
-    return max((n for n in range(1, most + 1) if items.steps % n == 0), default=1)
+    return max((n for n in range(1, most + 1) if items.can_be_cut(n)), default=1)
 
 
 def reading_share(items: float, cores: int) -> float:

@@ -47,7 +47,12 @@ class ExpertWeights(NamedTuple):
     down_bias: Float[Any, "experts hidden"] | None = None
     gate_zero: UInt8[Any, "experts groups width"] | None = None
     up_zero: UInt8[Any, "experts groups width"] | None = None
-    down_zero: UInt8[Any, "experts groups hidden"] | None = None
+    down_zero: UInt8[Any, "experts inner_groups hidden"] | None = None
+
+    @property
+    def are_four_bits(self) -> bool:
+        """Whether two inputs are a byte."""
+        return self.gate.dtype == jnp.uint8
 
 
 class Gate(NamedTuple):

@@ -111,7 +111,8 @@ class KernelCosts(NamedTuple):
 
     def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
         """How `pallas_kernels` cut the products of a device's experts, with so many pairs each."""
-        units, size = self.machine.compute_units, FORMATS[self.formats.weights].dtype.itemsize
+        stored, units = FORMATS[self.formats.weights], self.machine.compute_units
+        size = stored.dtype.itemsize / (2 if stored.is_packed else 1)
         products = products_of(inner, hidden, size)
         return CutExperts(products, count_parts(products, mean_pairs, own, units), units)
 

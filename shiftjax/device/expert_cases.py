@@ -61,24 +61,31 @@ def expert_steps(per_token: int) -> Iterator[ExpertStep]:
 def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeights]:
     """Return tokens, NaN where not used, and weights; made where they are used: they are large."""
     dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
-    inner, outer = (NUM_EXPERTS, shape.width), (NUM_EXPERTS, shape.hidden)
-    sizes = (*inner, shape.hidden), (*inner, shape.hidden), (*outer, shape.width)
+    sizes = [(NUM_EXPERTS, *size) for size in shape.matrices]
     key, *keys = jax.random.split(jax.random.key(0), 7)
     x = jax.random.uniform(key, (is_used.shape[0], shape.hidden), minval=-2.0, maxval=2.0)
     x = jnp.where(is_used[:, None], x, jnp.nan).astype(dtype)
-    matrices = [
-        jax.random.uniform(key, size, minval=-2.0, maxval=2.0)
-        for key, size in zip(keys[:3], sizes, strict=True)
-    ]
     biases: list[jax.Array | None] = [None] * 3
     if shape.has_bias:
         biases = [
             jax.random.uniform(key, size[:2], minval=-2.0, maxval=2.0).astype(dtype)
             for key, size in zip(keys[3:], sizes, strict=True)
         ]
-    units = [2.0 ** -round(math.log2(size[2]) / 2) for size in sizes]
+    exponents = [-round(math.log2(size[2]) / 2) for size in sizes]
     if GATES[shape.activation].limit:  # so that some are beyond it
-        units[:2] = [4 * unit for unit in units[:2]]
+        exponents[:2] = [2 + exponent for exponent in exponents[:2]]
+    if weights.is_packed:
+        parts = [
+            _draw_packed(shape, key, size, exponent)
+            for key, size, exponent in zip(keys[:3], sizes, exponents, strict=True)
+        ]
+        codes, scales, zeros = zip(*parts, strict=True)
+        return x, ExpertWeights(*codes, *scales, *biases, *zeros)
+    matrices = [
+        jax.random.uniform(key, size, minval=-2.0, maxval=2.0)
+        for key, size in zip(keys[:3], sizes, strict=True)
+    ]
+    units = [2.0**exponent for exponent in exponents]
     if not weights.has_scales:
         scaled = [m * unit for m, unit in zip(matrices, units, strict=True)]
         return x, ExpertWeights(*(m.astype(weights.dtype) for m in scaled), *[None] * 3, *biases)
@@ -87,6 +94,25 @@ def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeigh
         jnp.full(size[:2], unit / 128, jnp.float32) for size, unit in zip(sizes, units, strict=True)
     ]
     return x, ExpertWeights(*codes, *scales, *biases)
+
+
+def _draw_packed(
+    shape: ExpertShape, key: jax.Array, size: tuple[int, ...], exponent: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Return codes of four bits, scales and zero points: numbers of about 2^exponent.
+
+    Scales differ from group to group.
+    """
+    experts, outputs, inputs = size
+    keys = jax.random.split(key, 3)
+    codes = jax.random.bits(keys[0], (experts, outputs, inputs // 2), jnp.uint8)
+    groups = experts, inputs // (shape.group or inputs), outputs
+    if FORMATS[shape.weights].scale == np.uint8:
+        scale = 127 + exponent - jax.random.randint(keys[1], groups, 1, 3)
+        return codes, scale.astype(jnp.uint8), None
+    scale = 2.0**exponent * jax.random.uniform(keys[1], groups, minval=0.1, maxval=0.4)
+    zero = jax.random.randint(keys[2], groups, 4, 13).astype(jnp.uint8)
+    return codes, scale, zero if shape.has_zeros else None
 
 
 def outputs_of(
@@ -134,7 +160,9 @@ def wrong_with_pairs(
         return "numbers change from run to run"
     got, right = (array.astype(np.float64) for array in (outputs[0], expected))
     error = np.linalg.norm(got - right, axis=1) / np.linalg.norm(right, axis=1)
-    most = MOST_ERROR_OF_CODES if FORMATS[shape.weights].has_scales else MOST_ERROR
+    weights = FORMATS[shape.weights]
+    are_codes = weights.has_scales and not weights.is_packed
+    most = MOST_ERROR_OF_CODES if are_codes else MOST_ERROR
     if not (error < most).all():  # NaN is not
         return f"a pair of a token and an expert is off by {error.max():.2g} of its norm"
     return None

@@ -64,6 +64,8 @@ def pallas_experts(device: Device) -> ExpertBackend:
         activation: Activation,
         mean_pairs: float,
     ) -> jax.Array:
+        if len({matrix.dtype for matrix in weights[:3]}) > 1:  # as a checkpoint may have them
+            return tile_loop(x, weights, routed, gains, activation)
         sizes = config(mean_pairs, weights)
         return grouped_mlp(x, weights, routed, gains, sizes, gate=GATES[activation])
 
@@ -80,6 +82,14 @@ class ExpertShape(NamedTuple):
     weights: str  # of the experts
     activation: Activation = "silu"
     has_bias: bool = False
+    group: int = 0  # of weights of four bits: inputs that share a scale
+    has_zeros: bool = False  # and zero points
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Outputs and inputs of gate, up and down."""
+        inner = self.width, self.hidden
+        return inner, inner, (self.hidden, self.width)
 
 
 def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
@@ -89,7 +99,11 @@ def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
         return None
     sizes = model.hidden_size, experts.intermediate_size, experts.per_token
     beside = model.activation, experts.has_bias
-    return ExpertShape(*sizes, formats.activations, formats.weights, *beside)
+    shape = ExpertShape(*sizes, formats.activations, formats.weights, *beside)
+    codes = model.codes
+    if codes is None or not FORMATS[formats.weights].is_packed:
+        return shape
+    return shape._replace(group=codes.group, has_zeros=codes.has_zeros)
 
 
 def choose_experts(
@@ -119,20 +133,35 @@ def why_not_traced(shape: ExpertShape) -> str | None:
 
     if shape.activation not in GATES:
         return f"the kernels have the activations {', '.join(GATES)}, not {shape.activation}"
-    dtype, weights = FORMATS[shape.dtype].dtype, FORMATS[shape.weights]
-    inner, outer = (1, shape.width, shape.hidden), (1, shape.hidden, shape.width)
-    sizes, pairs = (inner, inner, outer), (TRACED_TOKENS, shape.per_token)
-    arrays = [jax.ShapeDtypeStruct(size, weights.dtype) for size in sizes]
-    scales = [jax.ShapeDtypeStruct(size[:2], jnp.float32) for size in sizes]
-    biases = [jax.ShapeDtypeStruct(size[:2], dtype) for size in sizes]
-    arrays += scales if weights.has_scales else [None] * 3
-    arrays += biases if shape.has_bias else []
+    pairs = TRACED_TOKENS, shape.per_token
     routed = Routed(
         jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),
         jax.ShapeDtypeStruct((1,), jnp.int32),
     )
-    x = jax.ShapeDtypeStruct((TRACED_TOKENS, shape.hidden), dtype)
+    x = jax.ShapeDtypeStruct((TRACED_TOKENS, shape.hidden), FORMATS[shape.dtype].dtype)
     gains = jax.ShapeDtypeStruct(pairs, jnp.float32)
     return what_tracing_says(
-        lambda: jax.eval_shape(grouped_mlp, x, ExpertWeights(*arrays), routed, gains)
+        lambda: jax.eval_shape(grouped_mlp, x, _abstract_weights(shape), routed, gains)
+    )
+
+
+def _abstract_weights(shape: ExpertShape) -> ExpertWeights:
+    """Return an expert's arrays as shapes."""
+    weights, scales, zeros = FORMATS[shape.weights], [None] * 3, [None] * 3
+    outputs, sizes = [size[:1] for size in shape.matrices], shape.matrices
+    if weights.is_packed:
+        groups = [(n // (shape.group or n), out) for out, n in shape.matrices]
+        scales = [jax.ShapeDtypeStruct((1, *one), weights.scale) for one in groups]
+        zeros = [jax.ShapeDtypeStruct((1, *one), jnp.uint8) for one in groups]
+        sizes = [(out, n // 2) for out, n in shape.matrices]
+    elif weights.has_scales:
+        scales = [jax.ShapeDtypeStruct((1, *out), jnp.float32) for out in outputs]
+    matrices = [jax.ShapeDtypeStruct((1, *size), weights.dtype) for size in sizes]
+    dtype = FORMATS[shape.dtype].dtype
+    biases = [jax.ShapeDtypeStruct((1, *out), dtype) for out in outputs]
+    return ExpertWeights(
+        *matrices,
+        *scales,
+        *(biases if shape.has_bias else [None] * 3),
+        *(zeros if shape.has_zeros else [None] * 3),
     )

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp
-from shiftjax.arch.formats import Formats
+from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import attention_cases
@@ -30,6 +30,8 @@ from shiftjax.parallel.layout import Layout
 SHAPE = ExpertShape(hidden=128, width=64, per_token=2, dtype="bfloat16", weights="bfloat16")
 CODES = SHAPE._replace(weights="fp8")
 BIASED = SHAPE._replace(activation="clamped_swiglu", has_bias=True)
+MXFP4 = BIASED._replace(weights="mxfp4", group=32)
+INT4 = SHAPE._replace(weights="int4", group=64, has_zeros=True)
 STEP = ExpertStep("few", 16, np.random.default_rng(1).choice([0, 2, OTHERS], (9, 2)))
 
 
@@ -49,6 +51,8 @@ def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | Non
         pytest.param(SHAPE, id="bfloat16", marks=pytest.mark.thorough),
         pytest.param(CODES, id="codes", marks=pytest.mark.thorough),
         pytest.param(BIASED, id="biased"),
+        pytest.param(MXFP4, id="mxfp4", marks=pytest.mark.thorough),
+        pytest.param(INT4, id="int4", marks=pytest.mark.thorough),
     ],
 )
 def test_the_kernels_are_right(shape):
@@ -92,6 +96,24 @@ def test_wrong_biases_are_found(change):
     assert "is off by" in (judged(multiply, BIASED, 1) or "")
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("shape", "change"),
+    [
+        (MXFP4, lambda w: w._replace(gate=(w.gate >> 4) | (w.gate << 4))),
+        (MXFP4, lambda w: w._replace(down_scale=jnp.roll(w.down_scale, 1, axis=1))),
+        (INT4, lambda w: w._replace(up_scale=w.up_scale.at[:, -1].set(w.up_scale[:, -2]))),
+        (INT4, lambda w: w._replace(up_zero=None)),
+    ],
+    ids=["halves of bytes", "the group before", "the last group", "zero points"],
+)
+def test_wrong_codes_of_four_bits_are_found(shape, change):
+    def multiply(x, weights, routed, gains):
+        return tile_loop(x, change(weights), routed, gains, shape.activation)
+
+    assert "is off by" in (judged(multiply, shape, 1) or "")
+
+
 def test_another_activation_is_found():
     assert "is off by" in (judged(tile_loop, BIASED, 1) or "")
 
@@ -124,7 +146,11 @@ def test_steps_have_an_expert_without_tokens_and_tokens_without_experts():
 
 def test_only_experts_that_the_kernels_take_are_tried():
     assert why_not_traced(SHAPE) is None and why_not_traced(CODES) is None
+    assert why_not_traced(MXFP4) is None and why_not_traced(INT4) is None
     assert "multiples of 64" in (why_not_traced(SHAPE._replace(hidden=100)) or "")
+    assert "are not of groups of 32, 64, 128" in (
+        why_not_traced(INT4._replace(hidden=512, group=0)) or ""
+    )
 
     def experts_of(name: str) -> ExpertShape | None:
         layout = Layout(PRESETS[name], 1, 1)
@@ -134,4 +160,8 @@ def test_only_experts_that_the_kernels_take_are_tried():
     assert experts_of("llama-8b") is None  # has none
     biased = ExpertShape(2880, 2880, 4, "bfloat16", "bfloat16", "clamped_swiglu", has_bias=True)
     assert experts_of("gpt-oss-20b") == biased and why_not_traced(biased) is None
+    packed = biased._replace(weights="mxfp4", group=32)
+    published = Layout(PRESETS["gpt-oss-20b"], 1, 1), formats_of("mxfp4")
+    assert shape_of(*published, 16, Bucket(8, 8), False).experts == packed
+    assert why_not_traced(packed) is None
     assert "not gelu_tanh" in (why_not_traced(SHAPE._replace(activation="gelu_tanh")) or "")

@@ -11,6 +11,8 @@ from pallas_kernels import grouped
 from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed
 
 FP8 = jnp.float8_e4m3fn
+E2M1, INT4 = "e2m1", "int4"  # codes of four bits, in groups
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 OTHERS = -1  # an expert of another device
 
 
@@ -28,6 +30,14 @@ class Case(NamedTuple):
     gate: Gate = SILU
     has_bias: bool = False
     parts: tuple[int, int] = (1, 1)
+    group: int = 32  # of codes of four bits
+    has_zeros: bool = False
+    scale_dtype: Any = jnp.float32  # of integers
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether weights are codes of four bits."""
+        return self.weight_dtype in (E2M1, INT4)
 
 
 # More of a `Case`: as gpt-oss has it, with so low a limit that some are beyond it.
@@ -67,6 +77,8 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
     shape = case.experts, case.width, case.hidden
     matrices = [rng.standard_normal(shape) / case.hidden**0.5 for _ in range(2)]
     matrices.append(rng.standard_normal((case.experts, case.hidden, case.width)) / case.width**0.5)
+    if case.is_packed:
+        weights = pack_all(case, [m.shape for m in matrices], rng)
     for matrix in matrices:
         matrix[~np.isin(np.arange(case.experts), chosen)] = np.nan
     scales = [None] * 3
@@ -75,10 +87,52 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
     biases = [None] * 3
     if case.has_bias:
         biases = [jnp.asarray(rng.standard_normal(m.shape[:2]), case.dtype) for m in matrices]
-    codes = (jnp.asarray(m, case.weight_dtype) for m in matrices)
-    weights = ExpertWeights(*codes, *scales, *biases)
+    if case.is_packed:
+        weights = ExpertWeights(*weights[:6], *biases, *weights[9:])
+    else:
+        codes = (jnp.asarray(m, case.weight_dtype) for m in matrices)
+        weights = ExpertWeights(*codes, *scales, *biases)
     gains = jnp.asarray(rng.uniform(0.1, 1, chosen.shape), jnp.float32)
     return Step(jnp.asarray(x, case.dtype), weights, route(chosen, case.experts), gains)
+
+
+def pack_all(case: Case, shapes: list[Any], rng: np.random.Generator) -> ExpertWeights:
+    """Draw codes of four bits, with scales that keep the size of what they multiply.
+
+    Scales of experts that no token has are as large as there are.
+    """
+    codes, scales, zeros = [], [], []
+    unused = ~np.isin(np.arange(case.experts), np.asarray(case.chosen))
+    for experts, channels, inputs in shapes:
+        codes.append(jnp.asarray(rng.integers(0, 256, (experts, channels, inputs // 2)), jnp.uint8))
+        shape = experts, inputs // case.group, channels
+        if case.weight_dtype == E2M1:
+            scale = rng.integers(122, 126, shape)
+            scale[unused] = 190
+            scales.append(jnp.asarray(scale, jnp.uint8))
+            zeros.append(None)
+        else:
+            scale = rng.uniform(0.02, 0.06, shape) * 8 / inputs**0.5
+            scale[unused] = 1e3
+            scales.append(jnp.asarray(scale, case.scale_dtype))
+            zero = jnp.asarray(rng.integers(0, 17, shape), jnp.uint8)
+            zeros.append(zero if case.has_zeros else None)
+    return ExpertWeights(*codes, *scales, None, None, None, *zeros)
+
+
+def unpacked(codes: Any, scale: Any, zero: Any) -> np.ndarray:
+    """Return the numbers [out, in] of an expert's codes, rounded as devices round them."""
+    codes, scale = np.asarray(codes), np.asarray(scale)
+    nibbles = np.stack([codes % 16, codes // 16], -1).reshape(codes.shape[0], -1).astype(int)
+
+    def spread(numbers: np.ndarray) -> np.ndarray:
+        return np.repeat(numbers, nibbles.shape[1] // numbers.shape[0], axis=0).T
+
+    if scale.dtype == np.uint8:
+        return E2M1_VALUES[nibbles] * 2.0 ** (spread(scale).astype(np.float64) - 127)
+    moved = nibbles - (8 if zero is None else spread(np.asarray(zero)).astype(int))
+    narrow = jnp.asarray(scale).astype(jnp.bfloat16)
+    return wide(jnp.asarray(moved * spread(wide(narrow))).astype(jnp.bfloat16))
 
 
 # One pair, three parts of each contraction.
@@ -139,12 +193,19 @@ def define(case: Case, step: Step, token: int, j: int) -> tuple[np.ndarray, np.n
     the sums do not tell which, and the result is rounded once more.
     """
     expert = np.asarray(case.chosen)[token, j]
-    gate, up, down = (wide(matrix[expert]) for matrix in step.weights[:3])
+    if case.is_packed:
+        own = (step.weights[:3], step.weights[3:6], step.weights[9:12])
+        gate, up, down = (
+            unpacked(codes[expert], scale[expert], None if zero is None else zero[expert])
+            for codes, scale, zero in zip(*own, strict=True)
+        )
+    else:
+        gate, up, down = (wide(matrix[expert]) for matrix in step.weights[:3])
     if case.weight_dtype == FP8:
         scales = [wide(scale[expert])[:, None] for scale in step.weights[3:6] if scale is not None]
         gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
     x, gain = rounded(wide(step.x[token]), case), float(step.gains[token, j])
-    biases = [0 if bias is None else wide(bias[expert]) for bias in step.weights[6:]]
+    biases = [0 if bias is None else wide(bias[expert]) for bias in step.weights[6:9]]
     g, u = gate @ x + biases[0], up @ x + biases[1]
     of_sum = 2.0**-14
     g_error, u_error = (of_sum * (abs(matrix) @ abs(x)) for matrix in (gate, up))

@@ -8,7 +8,9 @@ from attention_cases import INTERPRETER, watched_races
 from grouped_cases import (
     BIASED,
     CANCELS,
+    E2M1,
     FP8,
+    INT4,
     OTHERS,
     Case,
     cancelling,
@@ -36,11 +38,40 @@ CASES = {
         SOME[:7], hidden=192, width=320, parts=(3, 5), **BIASED
     ),
     "gate and up cut, large tiles": Case(SOME[:7], hidden=256, rows=128, parts=(4, 1)),
+    "e2m1, steps that end in zeros, cut there, biases": Case(
+        SOME[:3], hidden=2112, weight_dtype=E2M1, stages=3, parts=(2, 1), **BIASED
+    ),
+    "e2m1, groups in one step and in several": Case(
+        SOME[:7], hidden=128, width=320, weight_dtype=E2M1
+    ),
+    "integers, zero points, a group a step, channels that fill no block": Case(
+        SOME[:7], hidden=192, width=384, weight_dtype=INT4, group=64, has_zeros=True, stages=None
+    ),
+    "integers, groups of steps, large tiles, cut": Case(
+        SOME[:7],
+        hidden=256,
+        width=128,
+        weight_dtype=INT4,
+        group=128,
+        rows=64,
+        parts=(2, 1),
+        scale_dtype=jnp.bfloat16,
+    ),
     "down cut, codes": Case(SOME[:7], hidden=128, width=256, weight_dtype=FP8, parts=(1, 2)),
 }
 
+PACKED = "e2m1, groups in one step and in several"
 
-@pytest.mark.parametrize("name", quick(CASES, "cut, channels that fill no block, biases"))
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *quick(
+            [name for name in CASES if name != PACKED], "cut, channels that fill no block, biases"
+        ),
+        pytest.param(PACKED, marks=pytest.mark.costs(15)),
+    ],
+)
 def test_every_own_pair_is_its_experts_mlp(name):
     case = CASES[name]
     step = make_step(case)
@@ -121,6 +152,33 @@ def test_what_it_cannot_take_is_said(change, message):
     case = Case(SOME[:2])._replace(**change)
     with pytest.raises(ValueError, match=message):
         run(case, make_step(case))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(dtype=jnp.float16), "x of float16: codes take bfloat16 only"),
+        (dict(weight_dtype=INT4, group=16), "gate: scales 3x4x64 are not of groups of 32, 64, 128"),
+        (dict(width=96), "hidden 64 and width 96 must be multiples of 64"),
+        (dict(hidden=320, parts=(2, 1)), r"parts \(2, 1\) of \(5, 1\) steps"),
+    ],
+)
+def test_what_it_cannot_take_of_four_bits_is_said(change, message):
+    case = Case(SOME[:2], weight_dtype=E2M1)._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        run(case, make_step(case))
+
+
+@pytest.mark.parametrize(
+    ("mean_pairs", "experts", "parts"),
+    [
+        (4 / 128, 16, (4, 8)),  # a token of gpt-oss on 8 devices: 23 steps, 6 or 3 of a part
+        (4 / 128, 128, (1, 4)),  # and on one
+    ],
+)
+def test_parts_of_four_bits_need_not_divide_the_steps(mean_pairs, experts, parts):
+    shapes = [jax.ShapeDtypeStruct((experts, 2880, 1440), jnp.uint8)] * 3
+    assert config_for(mean_pairs, ExpertWeights(*shapes)) == GroupedConfig(16, parts=parts)
 
 
 def test_codes_want_scales():

@@ -2,41 +2,54 @@
 
 import numpy as np
 import pytest
-from grouped_cases import BIASED, CANCELS, FP8, Case, cancelling, make_step, run, worst
+from grouped_cases import (
+    BIASED,
+    CANCELS,
+    E2M1,
+    FP8,
+    INT4,
+    Case,
+    cancelling,
+    make_step,
+    run,
+    worst,
+)
 from mutations import load
 from spent import mutants
 
-PARTS = ("_work", "_rows", "_split", "_product", "_combine", "")  # imports come before
-MODULES = tuple(f"grouped{part}" for part in PARTS)
+PARTS = ("_fetch", "_product", "_combine", "")  # imports come before
+FIRST = ("grouped_work", "grouped_rows", "grouped_split", "four_bits", "grouped_problem")
+MODULES = (*FIRST, *(f"grouped{part}" for part in PARTS))
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
 PLAIN = Case(CHOSEN, hidden=128, width=128)
 WIDE = Case(CHOSEN[:3], hidden=320)
 CODES = Case(CHOSEN[:3], weight_dtype=FP8)
 LIMITED = CODES._replace(**BIASED)
 CUT = Case(CHOSEN[:3], hidden=256, width=384, parts=(2, 3), **BIASED)
+PACKED = Case(CHOSEN[:3], hidden=128, width=128, weight_dtype=E2M1, **BIASED)
+INTEGERS = Case(CHOSEN[:3], weight_dtype=INT4, group=64, has_zeros=True)
 FAULTS = {
     "a tile of the expert before": (
-        "grouped_product", "tiles.expert[some])", "tiles.expert[jnp.maximum(some - 1, 0)])", PLAIN
+        "grouped_problem", "tiles.expert[some])", "tiles.expert[jnp.maximum(some - 1, 0)])", PLAIN
     ),
     "the tile is the same for all of an expert": (
-        "grouped_product", "tile = begin + within - piece * siblings", "tile = begin", PLAIN
+        "grouped_problem", "tile = begin + within - piece * siblings", "tile = begin", PLAIN
     ),
-    "up is gate": ("grouped_product", "gate, up = inputs.weights[0], inputs.weights[-1]",
-                   "gate, up = inputs.weights[0], inputs.weights[0]", PLAIN),
+    "up is gate": ("grouped_fetch", "min(operand, len(inputs.weights) - 1)", "0", PLAIN),
     "the channels before": (
-        "grouped_product", "item.column * problem.width + offset", "0 * item.column + offset", WIDE
+        "grouped_fetch", "item.column * problem.width + offset", "0 * item.column + offset", WIDE
     ),
     "the second half of channels is the first": (
-        "grouped_product", "0 if problem.gated else PART\n", "0\n", WIDE
+        "grouped_fetch", "0 if problem.gated else PART\n", "0\n", WIDE
     ),
     "rows are not waited for": (
         "grouped_product", "            plgpu.barrier_wait(shared.full.at[slot])\n", "", PLAIN
     ),
     "a stage is overwritten while it is read": (
-        "grouped_product", "pl.when(count >= stages)", "pl.when(count > stages)", PLAIN
+        "grouped_fetch", "pl.when(count >= stages)", "pl.when(count > stages)", PLAIN
     ),
     "what is written is not committed": (
-        "grouped_product", "    plgpu.commit_smem()\n", "", PLAIN
+        "grouped_product", "= flipped\n    plgpu.commit_smem()\n", "= flipped\n", PLAIN
     ),
     "up's scale is gate's": (
         "grouped_product", "inputs.scales[part]", "inputs.scales[0]", CODES
@@ -64,12 +77,15 @@ FAULTS = {
         "grouped_work", "padded = -(-routed.sizes // tile) * tile", "padded = routed.sizes", PLAIN
     ),
     "every part is the first": (
-        "grouped_product", "lax.rem(piece, jnp.int32(problem.parts))", "jnp.int32(0)", CUT
+        "grouped_problem", "lax.rem(piece, jnp.int32(problem.parts))", "jnp.int32(0)", CUT
     ),
-    "parts begin a step late": ("grouped_product", "problem.steps + k)", "problem.steps + k + 1)",
-                                CUT),
-    "parts end a step early": ("grouped_product", "steps // parts, parts",
-                               "max(1, steps // parts - 1), parts", CUT),
+    "parts begin a step late": (
+        "grouped_fetch", "problem.steps + k) * step, step", "problem.steps + k + 1) * step, step",
+        CUT,
+    ),
+    "parts end a step early": (
+        "grouped_split", "return -(-steps // parts)", "return max(1, steps // parts - 1)", CUT
+    ),
     "every part adds the bias": (
         "grouped_product", " * (item.part == 0).astype(jnp.float32)", "", CUT
     ),
@@ -88,6 +104,40 @@ FAULTS = {
     ),
     "a part of down is counted twice": (
         "grouped_combine", "for part in sums]", "for part in (*sums, sums[0])]", CUT
+    ),
+    "halves of bytes are exchanged": (
+        "four_bits", "_shifted(word, 12 - 4 * pair), _shifted(word, 6 - 4 * pair)",
+        "_shifted(word, 12 - 4 * (pair ^ 1)), _shifted(word, 6 - 4 * (pair ^ 1))", PACKED
+    ),
+    "the group after": (
+        "grouped_fetch", "item.part * problem.steps + k) * problem.step, jnp",
+        "item.part * problem.steps + k + 1) * problem.step, jnp", PACKED
+    ),
+    "the groups of a unit are exchanged": (
+        "four_bits", "jnp.repeat(values.T, 2", "jnp.repeat(values.T[:, ::-1], 2", PACKED
+    ),
+    "every unit of a step has the first's groups": (
+        "four_bits", "first = unit * UNIT // coded.group", "first = 0", PACKED
+    ),
+    "inputs come as they are": ("grouped", "x = in_order(x) if weights.are_four_bits else x",
+                                "x = x", PACKED),
+    "channels of gate and up come as they are": (
+        "grouped_problem", "inputs.groups[0], gate is not None)", "inputs.groups[0], False)", PACKED
+    ),
+    "biases of channels that come in another order": (
+        "grouped_product", "is_turned = problem.coded is not None and problem.coded.are_turned",
+        "is_turned = False", PACKED
+    ),
+    "sums are not times their unit": (
+        "grouped_product", "total * problem.coded.unit for", "total for", PACKED
+    ),
+    "up's groups are gate's": (
+        "grouped_fetch", "zip(inputs.groups[which],", "zip(inputs.groups[0],", PACKED
+    ),
+    "zero points are 8": ("four_bits", "zero.astype(jnp.int32) | 0x4300 for",
+                          "zero.astype(jnp.int32) * 0 + _ZERO for", INTEGERS),
+    "a step waits for codes, not for their groups": (
+        "grouped_problem", "PARTS * (1 + beside) + 1", "PARTS + 1", PACKED
     ),
     "the row before is added": ("grouped_combine", "place % rows]", "(place - 1) % rows]", CUT),
 }  # fmt: skip
