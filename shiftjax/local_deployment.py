@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.expert_storage import as_used
 from shiftjax.deploy.resolve import Suited, check_experts, check_hosts, formats_in, resolve
-from shiftjax.device.choosers import choosers_of
+from shiftjax.device.choosers import choosers_of, expert_costs
 from shiftjax.device.cpu_probe import LEAST_PARAMETERS, suited_to_cpu
 from shiftjax.device.sizing import host_memory, measure
 from shiftjax.hosts.calls import Hosts
@@ -61,6 +63,8 @@ def deploy(
         room = max(0, available)
         phases = resolve_phases(config, model, measured, suited, host_bytes=room)
         deployments = list(phases.values())
+    costs_of = partial(expert_costs, device=devices[0])
+    deployments = [as_used(each, costs_of) for each in deployments]
     used, present = deployments[0].grid.num_devices, jax.device_count()
     if config.host.is_one_of_several and used != present:
         words = f"and {config.host.hosts} hosts have {present}: make them equal"

@@ -26,7 +26,7 @@ from shiftjax.device.pool import PoolOptions, as_stored, in_shape, make_pools
 from shiftjax.models.attention_backend import loops_of
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, rope_tables
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import TOKEN_AXES, Mode
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
 
@@ -92,18 +92,22 @@ def forward(
     least_size: int = 0,
     num_rows: int | None = None,
     formats: Formats | None = None,
+    experts_sp: int = 1,
 ):
     """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
 
     Prompts are padded to `least_size` tokens at least: those of one size compile once. With
-    `num_rows`, logits are those of so many last tokens, and then of the first one.
+    `num_rows`, logits are those of so many last tokens, and then of the first one. Experts are
+    stored and used as in the mode that splits tokens `experts_sp` ways.
     """
     source = HuggingFaceSource(directory)
-    layout = Layout(source.config, sp, tp)
+    experts = Mode(sp, experts_sp)
+    layout = Layout(source.config, sp, tp, experts_sp=experts_sp)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     model = define(layout, formats or formats_of("float32"))
     weights = ModeWeights(model, layout, strategy)
-    params = weights.of(mode, weights.with_head(load(model, layout, mesh, source, silent)))
+    stored = weights.with_head(load(model, layout, mesh, source, silent))
+    params = weights.of(mode, stored, experts)
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
     attention = loops_of(source.config, BLOCK_SIZE)
@@ -112,11 +116,11 @@ def forward(
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
     plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
     inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)
-    parallel = Parallel(layout, mode)
+    parallel = Parallel(layout, mode, experts)
 
     def run(params, pools, inputs):
         pools = in_shape(pools, layout, BLOCK_SIZE)
-        llama = model.merge(weights.local(mode, params))
+        llama = model.merge(weights.local(mode, params, experts))
         ropes = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(ropes, inputs.attention, attention, parallel)
         hidden, pools = llama(inputs.token_ids, pools, context)
@@ -126,10 +130,10 @@ def forward(
         return hidden, logits, as_stored(pools)
 
     pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
-    split = P("sp") if parallel.splits_tokens else P()
+    split = P(TOKEN_AXES) if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
-        mesh=mesh_of(mesh, mode),
+        mesh=mesh_of(mesh, mode, experts),
         in_specs=(weights.specs(), pool_spec(), P()),
         out_specs=(split, vocab_spec(), pool_spec()),
         check_vma=False,

@@ -49,14 +49,20 @@ def sampling_bytes(engine: EngineOverhead, num_rows: int, vocab_size: int) -> in
 
 
 def temporary_bytes(
-    layout: Layout, formats: Formats, num_tokens: int, num_shift_tokens: int, num_rows: int
+    layout: Layout,
+    formats: Formats,
+    num_tokens: int,
+    num_shift_tokens: int,
+    num_rows: int,
+    experts_sp: int = 1,
 ) -> int:
     """Estimate a step's temporaries: activations of the hungrier mode, and logits.
 
     BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`. The keys and
     values of late layers are made together, before and after the rotation, of all tokens at once.
     Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
-    So are experts computed: all tokens, their sums, and what each of a token's experts gives.
+    Experts are computed of the tokens that BASE splits `experts_sp` ways: those, their sums, and
+    what each of a token's experts gives.
     """
     hidden = layout.model.hidden_size
     inner = max(layout.intermediate_size, layout.shared_intermediate_size)
@@ -69,7 +75,7 @@ def temporary_bytes(
         inner = max(inner, layout.wide_intermediate_size)
     gathered = 2 * max(num_tokens, num_shift_tokens) * (hidden + late_kv) if late_kv else 0
     if experts := layout.model.experts:
-        most = max(num_tokens if layout.sp > 1 else 0, num_shift_tokens)
+        most = max(-(-num_tokens // experts_sp) if layout.sp > 1 else 0, num_shift_tokens)
         of_experts = most * (3 + experts.per_token) * hidden
         base, shift = base + of_experts, shift + of_experts
     base = max(base, num_tokens * hidden) if layout.gathers else base

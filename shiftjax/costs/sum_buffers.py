@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
@@ -30,12 +31,13 @@ def sum_buffer_bytes(
     layout: Layout, formats: Formats, wanted: Mapping[Bucket, Iterable[Mode]]
 ) -> int:
     """Bytes on each device for the sums of all programs, if NVLink joins the devices."""
+    experts = ExpertModes(layout, by_bytes(formats))
     return sum(
         move.num_times * buffer_bytes(move.num_devices, move.num_bytes)
         for bucket, modes in wanted.items()
         for mode in modes
         for move in (
-            *step_collectives(layout, mode, *bucket[:2], formats),
+            *step_collectives(layout, mode, *bucket[:2], formats, experts(mode, bucket.tokens)),
             *sampling_collectives(layout, bucket.rows),
         )
         if move.kind == "all-reduce"

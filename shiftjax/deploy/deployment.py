@@ -16,6 +16,7 @@ from shiftjax.core.policies import POLICIES
 from shiftjax.core.policy import Policy
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.costs.buckets import Bucket, doubling, make_buckets
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.group_costs import GroupCosts, PipelineCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
@@ -288,7 +289,9 @@ class Deployment:
         elif self.policy_class.has_threshold and not self.token_buckets:
             shifted = most if self.threshold is None else min(most, self.threshold)
         rows = self.budgets.max_rows
-        return temporary_bytes(self.layout, self.formats, most, shifted, rows)
+        choose = ExpertModes(self.layout, by_bytes(self.formats))
+        of_experts = choose(self.layout.base, most).sp
+        return temporary_bytes(self.layout, self.formats, most, shifted, rows, of_experts)
 
     def sum_buffer_bytes(self, wanted: Mapping[int, Mapping[Bucket, Iterable[Mode]]]) -> int:
         """Bytes of a GPU that sums hold outside of JAX's share of it, if NVLink joins the devices.

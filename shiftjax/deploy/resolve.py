@@ -17,6 +17,7 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.expert_storage import expert_problems, with_experts
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import (
@@ -94,6 +95,8 @@ def resolve(
     else:
         degrees = choose_degrees(config.parallel, model, formats, devices)
         layout = Layout(model, *degrees, gathers=config.parallel.gathers)
+    room = int(WEIGHT_SHARE * devices.total_bytes)
+    layout = with_experts(layout, config.parallel, formats, widths, room)
     deployment = Deployment(
         name="config",
         layout=layout,
@@ -220,7 +223,7 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     if parallel.devices:
         degree = parallel.devices // (parallel.dp * parallel.pp)
     used = degree * parallel.dp * parallel.pp
-    problems = stage_problems(parallel.pp, model)
+    problems = stage_problems(parallel.pp, model) + expert_problems(parallel, model)
     if wanted is not None and wanted > limit:
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
     if model.encoder is not None:
@@ -277,7 +280,7 @@ def base_rule(
 
     TP divides `num_devices`; a share fits in WEIGHT_SHARE of a device's memory, that of all devices
     in LAST_SHARE, and that of all `per_host` of a host, for a larger TP sums between hosts in every
-    layer. All devices split the experts among the weights, `expert_bytes`, whatever TP is.
+    layer. All devices can split the experts among the weights, `expert_bytes`, whatever TP is.
     Raises ConfigError when not even TP = num_devices fits.
     """
     room = 0
@@ -324,6 +327,7 @@ def choose_degrees(
         (weight_bytes(Layout(stage, 1, 1), formats), expert_bytes(stage, formats))
         for stage in stages_of(model, parallel.pp)
     )
+    of_experts = 0 if parallel.experts == "whole" else of_experts
     by_rule = base_rule(most, devices.total_bytes, size, of_experts, devices.per_host)
     if by_rule[0] == 1 < size and not parallel.gathers:
         logger.info(

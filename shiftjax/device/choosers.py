@@ -8,6 +8,7 @@ import jax
 from shiftjax.core.policies import make_policy
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
 from shiftjax.deploy.deployment import Deployment
@@ -46,6 +47,23 @@ def describe_width(deployment: Deployment, wanted: Wanted) -> str:
     )
 
 
+def expert_modes_of(deployment: Deployment, device: Device) -> ExpertModes:
+    """As in which mode the steps of a group use experts; of a pipeline, those of one stage."""
+    costs = expert_costs(deployment, device)
+    if costs is None:
+        return ExpertModes(deployment.layout, by_bytes(deployment.formats))
+    return costs.stages[0].expert_modes
+
+
+def expert_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
+    """The costs by which experts are split; None: they are unknown, and bytes decide."""
+    costs = known_costs(deployment, device)
+    is_known = deployment.machine is not None or device.device_kind in MACHINE_OF_DEVICE
+    if costs is None and is_known and device.platform != "cpu" and jax.process_count() == 1:
+        return _costs_on(deployment, device)
+    return costs
+
+
 def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     """The cost model of this machine, if something asks for it.
 
@@ -64,9 +82,15 @@ def known_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
     )
     if not (is_needed or (is_read and is_known)):
         return None
-    name, hosts = machine or machine_of(device.device_kind), jax.process_count()
-    if hosts > 1 and not (is_needed or load_machine(name).network):
+    is_one = jax.process_count() == 1
+    if not (is_one or is_needed or load_machine(machine or machine_of(device.device_kind)).network):
         return None
+    return _costs_on(deployment, device)
+
+
+def _costs_on(deployment: Deployment, device: Device) -> GroupCosts:
+    name = deployment.machine or machine_of(device.device_kind)
+    hosts = jax.process_count()
     constants = load_machine(name, hosts)
     if hosts > 1:  # of which each host may have fewer than the file's machine
         here, all_of_them = jax.local_device_count(), jax.device_count()

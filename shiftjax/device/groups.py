@@ -1,6 +1,7 @@
 """The groups of a deployment: weights placed on their devices, pools sized, steps compiled."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
+from shiftjax.device.choosers import expert_modes_of
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.joined import JOINED_ON
@@ -79,9 +81,11 @@ def define_steps(
         loops = experts.name == XLA_EXPERTS.name
         weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
+        used = expert_modes_of(of_width, own)
         for group in grid.groups(width):
             mesh = group_mesh(devices, grid, group)
-            found[group] = StepDef(weights, mesh, max_rows, attention, size, options, experts)
+            step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
+            found[group] = replace(step, expert_modes=used)
     return found
 
 

@@ -16,6 +16,7 @@ from shiftjax.sim.planning import all_deployments, best_of
 
 PROMPT, OUTPUT = 4096, 250  # tokens of the requests that a mesh is chosen for
 _OWN = (*SERVER_BUDGETS, "block_size", "memory_fraction", "max_model_len", "prefix_caching")
+_OWN += ("experts",)
 logger = logging.getLogger(__name__)
 
 

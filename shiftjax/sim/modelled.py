@@ -1,6 +1,7 @@
 """Deployments on a modelled machine: what they hold, and how steps are chosen. No JAX."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 from shiftjax.arch.config import ModelConfig
@@ -20,6 +21,7 @@ from shiftjax.costs.memory import (
 )
 from shiftjax.deploy.budgets import budgets_for
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.expert_storage import as_used
 from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
@@ -70,6 +72,7 @@ def deploy_config(target: Target, config: EngineConfig) -> Deployment:
     if wrong:
         raise ConfigError(wrong)
     deployment = resolve(config, target.model, target.devices)
+    deployment = as_used(deployment, partial(cost_model, target))
     return deployment.sized(memory_of(target, deployment))
 
 

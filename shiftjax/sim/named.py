@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, get_args, get_type_hints
 
 from shiftjax.config import CONTROLS, SERVER_BUDGETS, SETTINGS, EngineConfig
 from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.expert_storage import as_used
 from shiftjax.deploy.resolve import resolve, stage_problems
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError, from_text, unknown_name
@@ -32,7 +34,7 @@ from shiftjax.parallel.degrees import Degrees, parse_degrees, parse_phases
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.phases.resharding import Phase
 from shiftjax.phases.switch_costs import check_host_links
-from shiftjax.sim.modelled import Target, as_built_by, least_tp
+from shiftjax.sim.modelled import Target, as_built_by, cost_model, least_tp
 
 Fragment = dict[str, Any]  # settings, and controls, by their names
 FLEET = "fleet"
@@ -184,7 +186,8 @@ def _deploy(
         return Phases(name, _phases(target, config))
     deployment = resolve(config, target.model, target.devices)
     own = policy.name if policy is not None else deployment.policy
-    return as_built_by(target.engine, replace(deployment, name=name, policy=own))
+    built = as_built_by(target.engine, replace(deployment, name=name, policy=own))
+    return as_used(built, partial(cost_model, target))
 
 
 def _phases(target: Target, config: EngineConfig) -> dict[Phase, Deployment]:

@@ -5,6 +5,7 @@ import pytest
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import forward
 from oracle import numpy_fp8, numpy_llama
+from spent import quick
 
 from shiftjax.arch.formats import Formats
 from shiftjax.core.request import SamplingParams
@@ -30,6 +31,23 @@ def test_tokens_are_those_of_the_oracle_in_every_mode():
     expected = [numpy_llama.greedy(config, tensors, prompt, 10) for prompt in PROMPTS]
     assert [texts(built, seed) for seed in range(2)] == [expected] * 2
     assert built.engine.stats().steps_by_mode.keys() == {"base", "sp2", "shift"}
+
+
+USES = [(sp, tp, e) for sp, tp in ((8, 1), (4, 2), (2, 4), (2, 2)) for e in (8, 4, 2, 1) if e <= sp]
+QUICK = [(4, 2, 4)]
+
+
+@pytest.mark.costs(15)
+@pytest.mark.parametrize(("sp", "tp", "experts_as"), quick(USES, *QUICK))
+def test_tokens_do_not_depend_on_how_far_experts_are_split(sp, tp, experts_as):
+    directory, config, tensors = checkpoint(**MOE)
+    built = make(directory, sp, tp, num_blocks=42, controls={"experts_as": experts_as})
+    (runner,) = built.runners
+    (program,) = runner.programs
+    used = {runner.step.experts_in(mode, program.bucket.tokens).sp for mode in program.steps}
+    assert used == {experts_as}
+    expected = [numpy_llama.greedy(config, tensors, prompt, 10) for prompt in PROMPTS]
+    assert [texts(built, seed) for seed in range(2)] == [expected] * 2
 
 
 @pytest.mark.thorough

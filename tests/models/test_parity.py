@@ -60,11 +60,30 @@ QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
     quick(CASES, *QUICK),
 )
 def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
+    check(name, sp, tp, mode, strategy)
+
+
+OF_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "llama4_text", "gemma4_experts")
+# (sp, tp, as which weights and as which experts are split): every relation of the two, and padding.
+USES = [(4, 2, m, e) for m in (4, 2, 1) for e in (4, 2, 1)]
+USES += [(8, 1, 8, 8), (8, 1, 2, 8), (8, 1, 8, 2), (2, 2, 2, 2), (2, 4, 2, 2), (2, 4, 1, 2)]
+USE_CASES = [(name, *use) for name in OF_EXPERTS for use in USES]
+QUICK_USES = [("qwen2_moe", 4, 2, 2, 4), ("llama4_text", 4, 2, 4, 2), ("gpt_oss", 4, 2, 4, 4)]
+
+
+@pytest.mark.parametrize(("name", "sp", "tp", "m", "e"), quick(USE_CASES, *QUICK_USES))
+def test_every_use_of_experts_equals_transformers(name, sp, tp, m, e):
+    check(name, sp, tp, Mode(sp, m), "alias", e)
+
+
+def check(name: str, sp: int, tp: int, mode: Mode, strategy: str, experts_sp: int = 1) -> None:
     expected = np.load(DATA / name / "expected.npz")
     prompts = [expected[f"token_ids_{i}"].tolist() for i in range(2)]
     longest = max(map(len, prompts))
     for i, token_ids in enumerate(prompts):
-        hidden, logits, _ = forward(DATA / name, token_ids, sp, tp, mode, strategy, longest)
+        hidden, logits, _ = forward(
+            DATA / name, token_ids, sp, tp, mode, strategy, longest, experts_sp=experts_sp
+        )
         if (kept := expected.get(f"kept_{i}")) is not None:
             hidden, logits = [states[kept] for states in hidden], logits[kept]
         states = expected[f"hidden_states_{i}"]

@@ -20,14 +20,16 @@ def opened(model: str, **options) -> tuple[int, int, int]:
     return found.dp, found.sp, found.tp
 
 
-def test_experts_get_the_mesh_that_a_plan_recommends():
-    config = EngineConfig.from_options(model=MOE, max_num_seqs=256, max_num_batched_tokens=8192)
+@pytest.mark.parametrize("experts", ["auto", "all"])
+def test_experts_get_the_mesh_that_a_plan_recommends(experts):
+    options = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "experts": experts}
+    config = EngineConfig.from_options(model=MOE, **options)
     target = target_of(config, MOE, "h200x8")
-    best, _ = recommend(target, Workload(4096, 250)) or (None, "")
+    best, _ = recommend(target, Workload(4096, 250), experts=experts) or (None, "")
     assert best is not None
-    chosen = opened(MOE, max_num_seqs=256, max_num_batched_tokens=8192)
+    chosen = opened(MOE, **options)
     assert chosen == (best.dp, best.sp, best.tp)
-    assert chosen[0] > 1  # the rule's is one group of eight
+    assert experts == "auto" or chosen[0] > 1  # the rule's is one group of eight
 
 
 def test_a_dense_model_keeps_the_rule():

@@ -1,0 +1,83 @@
+"""How far the devices of a group split the experts that they store. No JAX.
+
+They are stored as the mode uses them that splits them least of all whose share fits; steps split
+them further where that is quicker (`costs/expert_modes.py`). What no step uses is not stored.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from shiftjax.arch.config import ModelConfig, stages_of
+from shiftjax.arch.formats import Formats
+from shiftjax.config import ParallelOptions
+from shiftjax.costs.buckets import doubling
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
+from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.costs.memory import weight_bytes
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.parallel.layout import Layout
+
+
+def expert_problems(parallel: ParallelOptions, model: ModelConfig) -> list[str]:
+    """What is wrong with the settings of experts for this model."""
+    if parallel.experts == "auto":
+        return []
+    given = f"experts = {parallel.experts}"
+    if model.experts is None:
+        return [f"{given} has no meaning for {model.name}, which has none: drop it"]
+    if parallel.experts == "whole" and parallel.gathers:
+        words = "with weights = gather each device stores 1/P of them"
+        return [f"{given} cannot be had: {words}; use experts = all, or weights = alias"]
+    return []
+
+
+def with_experts(
+    layout: Layout, parallel: ParallelOptions, formats: Formats, widths: tuple[int, ...], room: int
+) -> Layout:
+    """Return the layout of a group, or of one of a fleet of `widths`, with its experts stored.
+
+    As the settings say; `auto` and a forced degree split them least of all whose share of the
+    weights fits in `room` bytes of a device, or over all devices where none does.
+    """
+    if layout.model.experts is None or parallel.experts == "all" or layout.gathers:
+        return layout
+    if widths:  # whole in every unit, whatever steps do
+        least = math.lcm(*widths)
+    elif parallel.experts == "whole":
+        least = layout.sp
+    else:
+        copies = parallel.shift_weights is not None and parallel.experts_as is None
+        least = 1 if copies else _least_that_fits(layout, parallel.pp, formats, room)
+    forced = least if parallel.experts == "whole" else parallel.experts_as
+    return replace(layout, experts_sp=least, experts_as=forced)
+
+
+def _least_that_fits(layout: Layout, pp: int, formats: Formats, room: int) -> int:
+    models = stages_of(layout.model, pp)
+    for mode in layout.modes:
+        split = replace(layout, experts_sp=mode.sp)
+        stages = (replace(split, model=model) for model in models)
+        if max(weight_bytes(stage, formats) for stage in stages) <= room:
+            return mode.sp
+    return 1
+
+
+def as_used(
+    deployment: Deployment, costs_of: Callable[[Deployment], GroupCosts | None]
+) -> Deployment:
+    """Return the deployment with experts split as far as all of its steps use them.
+
+    `costs_of` gives the costs by which its steps are chosen; None: they are unknown.
+    """
+    layout = deployment.layout
+    if layout.experts_sp == 1 or layout.experts_as is not None or deployment.widths:
+        return deployment
+    if (costs := costs_of(deployment)) is None:
+        layouts = (stage.layout for stage in deployment.stages)
+        choices = [ExpertModes(each, by_bytes(deployment.formats)) for each in layouts]
+    else:
+        choices = [stage.expert_modes for stage in costs.stages]
+    sizes = deployment.token_buckets or doubling(deployment.max_num_batched_tokens)
+    used = {choose(mode, n).sp for choose in choices for mode in layout.modes for n in sizes}
+    return replace(deployment, layout=replace(layout, experts_sp=math.lcm(*used)))
