@@ -16,6 +16,7 @@ PROMPT, OUTPUT = 4096, 250  # tokens
 GOALS = ("ttft", "tpot", "latency", "throughput")  # of `sim/planning.py`
 LENGTH_CV = 1.0  # of a load without a trace; shiftjax/sim/load.py says why
 MARGIN = 0.05  # of the limits
+MOST_USERS = -1  # `--users most`
 MODEL, COMPARED = "llama-70b", "dp,tp,sp,shift"
 _CONFIG = "the engine's settings: `config` in the table; flags win over it, all else follows it"
 
@@ -45,7 +46,11 @@ def add_commands(subparsers: Any, add: Add) -> None:
 
 def _add_goal(group: Any) -> None:
     group.add_argument("--rate", type=float, help="requests/s of all GPUs that are looked for")
-    text = "in place of --rate: so many, whose largest rate is looked for"
+    text = "users in place of a rate, who ask again when they have an answer; with --gpus: most"
+    group.add_argument("--users", type=_users, metavar="N", help=text)
+    text = "seconds that a user thinks before each request, on average; default 0"
+    group.add_argument("--think", type=float, metavar="SECONDS", help=text)
+    text = "so many, whose largest rate is looked for, or with --users most their users"
     group.add_argument("--gpus", type=int, metavar="N", help=text)
     group.add_argument("--ttft", type=float, help="seconds to the first token, at most")
     group.add_argument("--tpot", type=float, help="seconds per token after it, at most")
@@ -60,6 +65,11 @@ def _add_goal(group: Any) -> None:
     text = "file of requests, instead of --input and --output; --rate is its own by default"
     group.add_argument("--trace", help=text)
     group.add_argument("--window", metavar="START:SECONDS", help="of the trace; default 0:900")
+
+
+def _users(text: str) -> int:
+    """A number of users; `MOST_USERS`: as many as there can be. Raises ValueError for others."""
+    return MOST_USERS if text == "most" else int(text)
 
 
 def _add_simulate(commands: Any, add: Add) -> None:
@@ -85,7 +95,7 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")
 
 
-_GOAL = "given --ttft, --tpot and one of --rate and --gpus:"
+_GOAL = "given --ttft, --tpot and one of --rate, --users and --gpus:"
 _ACCEPTANCE = (
     "let all deployments draft, right so often: a probability, one for each place (0.8,0.6), or a "
     "replay's tokens_per_step=X,accepted_of_drafted=Y"

@@ -26,7 +26,7 @@ MOST_STRIDE = 2.0
 
 
 class Question(NamedTuple):
-    """What is asked: devices for so many requests per second, or the rate of so many devices."""
+    """What is asked: devices for so many requests/s, or users; or the most for so many devices."""
 
     rate: float | None
     num_devices: int | None = None
@@ -64,11 +64,12 @@ def least_devices(
 
     def push(server: Server, num: int) -> None:
         if num <= MOST_SERVERS:
-            cost, ratio = cost_of(server, num, prices), server.ratio(rate / num, trials.limits)
+            ratio = server.ratio(trials.load.each(rate, num), trials.limits)
+            cost = cost_of(server, num, prices)
             heappush(heap, (cost, server.rank, ratio, next(number), server, num))
 
     for server in field.servers:
-        push(server, math.ceil(rate / server.most_rate))
+        push(server, math.ceil(rate / server.most_load))
     best: Trial | None = None
     touched: set[int] = set()
     while heap and not trials.is_over:
@@ -110,8 +111,9 @@ def _better(
 
 def _is_idle(trials: Trials, trial: Trial) -> bool:
     """Whether a server has hardly ever a request, so that more of them change nothing."""
-    life = trial.ttft + trial.tpot * trials.load.mean.num_output_tokens
-    return trial.rate * life < IDLE
+    load, life = trials.load, trial.ttft + trial.tpot * trials.load.mean.num_output_tokens
+    is_of_one_user = load.think is not None and trial.rate <= 1
+    return is_of_one_user or load.at_once(trial.rate, life) < IDLE
 
 
 def _more(trials: Trials, trial: Trial) -> int:

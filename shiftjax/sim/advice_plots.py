@@ -32,7 +32,7 @@ def curve_rows(advice: Advice) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "name": name,
-                    "rate": factor * rate,
+                    trials.load.word: factor * rate,
                     "inside": measured.inside,
                     "ttft_seconds": measured.ttft,
                     "tpot_seconds": measured.tpot,
@@ -55,7 +55,7 @@ def _other(advice: Advice, best: Trial, rate: float) -> Server | None:
 
     def ratio(server: Server) -> float:
         num = best.num_devices // server.num_devices
-        return server.ratio(rate / num, advice.trials.limits)
+        return server.ratio(advice.trials.load.each(rate, num), advice.trials.limits)
 
     return min(others, key=ratio, default=None)
 
@@ -74,18 +74,18 @@ def _unchanged(advice: Advice, best: Trial) -> Server | None:
 def slo_curve(advice: Advice, rows: Sequence[Mapping[str, Any]]) -> "Figure":
     """Shares of requests by rate; lines at the planned rate and at the share that is asked for."""
     figure, (axes,) = new_axes()
+    best, limits, load = advice.best, advice.trials.limits, advice.trials.load
     for name in dict.fromkeys(row["name"] for row in rows):
         own = [row for row in rows if row["name"] == name]
-        label = name.replace(", ", "\n")
-        axes.plot([row["rate"] for row in own], [row["inside"] for row in own], "o-", label=label)
-    best, limits = advice.best, advice.trials.limits
+        label, amounts = name.replace(", ", "\n"), [row[load.word] for row in own]
+        axes.plot(amounts, [row["inside"] for row in own], "o-", label=label)
     if best is not None:
         planned = best.rate * best.num_servers
-        axes.axvline(planned, color="grey", ls="--", label=f"planned: {planned:.3g} requests/s")
+        axes.axvline(planned, color="grey", ls="--", label=f"planned: {load.shown(planned)}")
     axes.axhline(limits.percentile / 100, color="black", ls=":", label=f"{limits.percentile}%")
     axes.set_ylim(0, 1.03)
     axes.set_xlim(left=0)
-    finish(axes, "requests/s of all servers", "share inside both limits")
+    finish(axes, f"{load.unit} of all servers", "share inside both limits")
     return figure
 
 

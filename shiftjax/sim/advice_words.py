@@ -39,13 +39,13 @@ def _answer(advice: Advice, best: Trial, prices: Mapping[str, float]) -> list[st
     servers = "one server" if best.num_servers == 1 else f"{best.num_servers} servers"
     what = f"{num} devices of {machine}: {servers} of {best.server.num_devices}, {shape(best)}"
     if advice.question.rate is None:
-        total = best.rate * best.num_servers
+        total = advice.trials.load.shown(best.rate * best.num_servers)
         sure = f"(throughput {band('throughput')})"
-        lines = [f"{what}, carry {total:.3g} requests/s {sure}.", f"Of these {_wanted(advice)}."]
+        lines = [f"{what}, carry {total} {sure}.", f"Of these {_wanted(advice)}."]
     else:
         lines = [
             f"Take {what}.",
-            f"For {advice.question.rate:g} requests/s, of which {_wanted(advice)}.",
+            f"For {_asked(advice, advice.question.rate)}, of which {_wanted(advice)}.",
         ]
     if prices:
         row = best.row(prices)
@@ -54,6 +54,11 @@ def _answer(advice: Advice, best: Trial, prices: Mapping[str, float]) -> list[st
             "for a million tokens in and out."
         )
     return lines
+
+
+def _asked(advice: Advice, amount: float) -> str:
+    """The load of the question, as it was asked."""
+    return advice.trials.load.shown(amount, digits=6)
 
 
 def shape(trial: Trial) -> str:
@@ -73,7 +78,7 @@ def _cut(deployment: Deployment) -> str:
 
 def _nothing(advice: Advice) -> list[str]:
     rate, num = advice.question
-    what = f"{rate:g} requests/s" if rate is not None else f"any rate with {num} devices"
+    what = _asked(advice, rate) if rate is not None else f"any load with {num} devices"
     return [f"Nothing that was tried answers {what}, of which {_wanted(advice)}."]
 
 
@@ -103,7 +108,7 @@ def _next(advice: Advice, prices: Mapping[str, float]) -> str:
         kept = [each for each in trials.all if each.meets and len(each.measured) == SEEDS]
         others = [each for each in kept if each.deployment.name != own]
         most = max(others, key=lambda each: each.rate * each.num_servers, default=None)
-        return f" Next comes {_figures(most)}." if most else ""
+        return f" Next comes {_figures(advice, most)}." if most else ""
     others = [
         each
         for each in trials.all
@@ -112,14 +117,15 @@ def _next(advice: Advice, prices: Mapping[str, float]) -> str:
     limits = trials.limits
     near = min(others, key=lambda each: limits.ratio(each.ttft, each.tpot), default=None)
     head = "Closest with less" if best is not None else "Closest"
-    return f" {head}: {_figures(near)}{_refused(near)}." if near else ""
+    return f" {head}: {_figures(advice, near)}{_refused(near)}." if near else ""
 
 
-def _figures(trial: Trial) -> str:
+def _figures(advice: Advice, trial: Trial) -> str:
     changed = f", {trial.changed}" if trial.changed else ""
+    each = advice.trials.load.shown(trial.rate)
     return (
         f"{trial.num_servers} x {trial.deployment.name} ({trial.num_devices} devices, KV "
-        f"{trial.deployment.formats.kv}{changed}) at {trial.rate:.3g} requests/s each, with "
+        f"{trial.deployment.formats.kv}{changed}) at {each} each, with "
         f"{seconds(trial.ttft)} and {seconds(trial.tpot)}"
     )
 
@@ -138,7 +144,7 @@ def _sure(advice: Advice, best: Trial) -> list[str]:
         ("for each token after it", "tpot", best.tpot, limits.tpot),
     )
     lines = [
-        f"Predicted for each at {best.rate:.3g} requests/s, means of {seeds} replays: "
+        f"Predicted for each at {advice.trials.load.shown(best.rate)}, means of {seeds} replays: "
         f"{best.inside:.1%} of the requests inside both limits, and {limits.percentile}% get"
     ]
     wrong = []

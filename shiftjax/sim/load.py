@@ -8,6 +8,7 @@ public traces: the coefficient of variation of prompts is 0.96 (Azure code 2023)
 conversation), of answers 2.15 and 0.73.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -20,6 +21,7 @@ LEAST_REQUESTS = 250  # of a replay, so that a 90th percentile is one of 25
 MOST_REQUESTS = 600  # unless a trace has more
 LIVES = 3.0  # a replay goes on for so many times what a request takes at the limits
 SEEDS = 5
+ALMOST = 1e-9  # of a user, by which sums of shares are off
 
 
 class Limits(NamedTuple):
@@ -33,15 +35,52 @@ class Limits(NamedTuple):
         """The larger of both latencies, each as a share of its limit."""
         return max(ttft / self.ttft, tpot / self.tpot)
 
+    def life(self, num_output_tokens: int) -> float:
+        """Seconds that a request takes at the limits."""
+        return self.ttft + self.tpot * num_output_tokens
+
 
 class Load(NamedTuple):
-    """Mean lengths, and the requests of one of so many servers at a rate of all, by a seed."""
+    """Mean lengths, and the requests of one of so many servers under an amount of load, by a seed.
+
+    The amount is of all servers: requests per second, or users of a closed loop (`user_load.py`).
+    """
 
     mean: Workload
     of_one: Callable[[float, int, int], Sequence[TraceRequest]]
     rate: float | None = None  # of all, by itself
     in_words: str = ""
     new_share: float = 1.0  # of prompt tokens: others are known, if nothing is ever forgotten
+    think: float | None = None  # seconds between a user's requests; None: there are no users
+
+    @property
+    def word(self) -> str:
+        """What the amount is, as a name of a column."""
+        return "rate" if self.think is None else "users"
+
+    @property
+    def unit(self) -> str:
+        """What the amount is counted in, for people."""
+        return "requests/s" if self.think is None else "users"
+
+    def each(self, amount: float, servers: int) -> float:
+        """What one of so many servers gets; of users, who are whole, the one that has most."""
+        share = amount / servers
+        return share if self.think is None else max(1.0, math.ceil(share - ALMOST))
+
+    def amount(self, rate: float, seconds: float) -> float:
+        """What comes to so many requests per second, each of which takes so many seconds."""
+        return rate if self.think is None else rate * (self.think + seconds)
+
+    def at_once(self, each: float, seconds: float) -> float:
+        """Requests that a server has at once, on average, if each takes so many seconds."""
+        return each * seconds if self.think is None else each * seconds / (self.think + seconds)
+
+    def shown(self, amount: float, digits: int = 3) -> str:
+        """An amount for people."""
+        if self.think is None:
+            return f"{amount:.{digits}g} requests/s"
+        return f"{amount:,.0f} user{'' if round(amount) == 1 else 's'}"
 
 
 def even_load(
@@ -52,21 +91,26 @@ def even_load(
     None has more than `longest` tokens. A replay lasts some lives of a request, so that what
     decodes at once is what decodes in the long run.
     """
-    life = limits.ttft + limits.tpot * each.num_output_tokens
+    life = limits.life(each.num_output_tokens)
 
     def of_one(rate: float, servers: int, seed: int = 0) -> list[TraceRequest]:
         own, lengths = rate / servers, (each.num_prompt_tokens, each.num_output_tokens)
         num = min(MOST_REQUESTS, max(LEAST_REQUESTS, own * LIVES * life))
         times = arrival_times(own, num / own, cv=servers**-0.5, seed=seed)
         found = requests_at(times, *lengths, length_cv, seed)
-        return [_within(request, longest) for request in found]
+        return [within(request, longest) for request in found]
 
+    return Load(each, of_one, in_words=words_of(each, length_cv))
+
+
+def words_of(each: Workload, length_cv: float) -> str:
+    """Lengths for people."""
     spread = f", lengths log-normal with a cv of {length_cv:g}" if length_cv else ", all alike"
     words = f"{each.num_prompt_tokens:,} tokens in and {each.num_output_tokens:,} out on average"
-    return Load(each, of_one, in_words=words + spread)
+    return words + spread
 
 
-def _within(request: TraceRequest, longest: int | None) -> TraceRequest:
+def within(request: TraceRequest, longest: int | None) -> TraceRequest:
     """The request, cut to what a model takes: a tail has no end, but users' prompts do."""
     if longest is None or request.num_prompt_tokens + request.num_output_tokens <= longest:
         return request
@@ -86,6 +130,17 @@ def load_of(requests: Sequence[TraceRequest], longest: int | None = None) -> Loa
     span = requests[-1].arrival_seconds
     if span == 0:
         raise ConfigError(["all requests of this trace come at once: there is no rate to plan for"])
+    natural = len(requests) / span
+
+    def of_one(rate: float, servers: int, seed: int = 0) -> list[TraceRequest]:
+        return scale_rate(requests[seed % servers :: servers], rate / natural)
+
+    words = f"{len(requests):,} requests of a trace"
+    return Load(mean_of(requests, longest), of_one, natural, words, new_share(requests))
+
+
+def mean_of(requests: Sequence[TraceRequest], longest: int | None = None) -> Workload:
+    """Mean lengths of a trace. Raises ConfigError where one has more than `longest` tokens."""
     most = max(r.num_prompt_tokens + r.num_output_tokens for r in requests)
     if longest is not None and most > longest:
         too_long = sum(r.num_prompt_tokens + r.num_output_tokens > longest for r in requests)
@@ -93,19 +148,13 @@ def load_of(requests: Sequence[TraceRequest], longest: int | None = None) -> Loa
             f"{too_long:,} of {len(requests):,} requests of this trace have more than {longest:,}"
         )
         raise ConfigError([f"{words} tokens, which the model does not take: up to {most:,}"])
-    natural = len(requests) / span
-    mean = Workload(
+    return Workload(
         max(1, round(sum(r.num_prompt_tokens for r in requests) / len(requests))),
         max(1, round(sum(r.num_output_tokens for r in requests) / len(requests))),
     )
 
-    def of_one(rate: float, servers: int, seed: int = 0) -> list[TraceRequest]:
-        return scale_rate(requests[seed % servers :: servers], rate / natural)
 
-    return Load(mean, of_one, natural, f"{len(requests):,} requests of a trace", _new(requests))
-
-
-def _new(requests: Sequence[TraceRequest]) -> float:
+def new_share(requests: Sequence[TraceRequest]) -> float:
     """The share of prompt tokens in blocks that no request before has had."""
     seen: set[int] = set()
     known = total = 0

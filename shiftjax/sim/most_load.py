@@ -1,13 +1,13 @@
-"""The most requests per second that so many devices answer within limits, found by replay. No JAX.
+"""The most load that so many devices answer within limits, found by replay. No JAX.
 
 Servers come in the order of what the closed form says they can do at most (`servers.py`). One that
-cannot have more than the best so far is left out. Any other has to keep the limits at a rate above
-that. Then the rate between this and its most is halved until it is known to `EXACT`; and lowered
-until it is kept with all seeds. What is the best in the end is changed (`variants.py`), as long as
-that brings more.
+cannot have more than the best so far is left out. Any other has to keep the limits above that, and
+what it has between this and its most is halved until it is known to `EXACT`: with one replay each,
+and in half of all replays. Those that lead are confirmed with all seeds, lowered until they are
+kept, and changed (`variants.py`) as long as that brings more: targets come first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import sqrt
 from typing import Any
 
@@ -21,68 +21,91 @@ SLOW = 0.5  # of the most by closed form, which is tried first
 LOWER = 0.5  # of a rate that the first server missed
 WIDER = 1.3  # times the best rate, that a change may bring
 LEAST = 0.03  # of the most by closed form: below it a server has none
+UNCHANGED = 0.5  # share of the replays, at most, that servers get as they are
+LEADERS = 3  # servers that are changed
 
 
 def most_load(field: Field, trials: Trials, num_devices: int, budgets: Mapping[str, Any]) -> Advice:
-    """Find the servers on so many devices in all that keep the limits at the highest rate."""
+    """Find the servers on so many devices in all that keep the limits under the most load."""
     fitting = [each for each in field.servers if num_devices % each.num_devices == 0]
     fitting.sort(key=lambda each: (-_most(each, num_devices), each.rank))
+    left_out, is_cut = len(field.servers) - len(fitting), False
     best: Trial | None = None
-    left_out = len(field.servers) - len(fitting)
+    tried: list[Trial] = []  # the last of each server
     for server in fitting:
         bound = _most(server, num_devices)
-        if trials.is_over or (best is not None and bound <= _next(best)):
-            left_out += 1
+        is_less = best is not None and bound <= _next(trials, best)
+        if is_less or trials.num_replays >= UNCHANGED * trials.most_replays:
+            left_out, is_cut = left_out + 1, is_cut or not is_less
             continue
         found = _above(trials, server, num_devices // server.num_devices, bound, best)
-        if found is not None:
-            best = _highest(trials, found, bound, best)
-    if best is not None:
-        best = _changed(trials, best, budgets)
-    return Advice(Question(None, num_devices), trials, best, field, left_out, not trials.is_over)
+        if found.meets:
+            found = best = _highest(trials, found, bound)
+        tried.append(found)
+    best = None
+    leaders = _leaders(trials, tried)
+    for leader in leaders:
+        if leader.meets and (best is None or _total(leader) >= _next(trials, best)):
+            best = _kept_by_all(trials, leader, best)
+    for leader in leaders:
+        best = _changed(trials, leader, best, budgets)
+    is_complete = not (is_cut or trials.is_over)
+    return Advice(Question(None, num_devices), trials, best, field, left_out, is_complete)
 
 
-def _changed(trials: Trials, best: Trial, budgets: Mapping[str, Any]) -> Trial:
-    """The best, changed as long as that keeps the limits at a higher rate."""
-    changes = Changes(trials, budgets)
+def _leaders(trials: Trials, tried: Iterable[Trial]) -> list[Trial]:
+    """The best of these, and who may carry most by how near they were to the limits."""
+    ratio = trials.limits.ratio
+    able = [each for each in tried if not each.refused]
+    able.sort(key=lambda each: -_total(each) / ratio(each.ttft, each.tpot))
+    best = max((each for each in able if each.meets), key=_total, default=None)
+    others = [each for each in able if each is not best]
+    return [*filter(None, [best]), *others][:LEADERS]
+
+
+def _changed(
+    trials: Trials, leader: Trial, best: Trial | None, budgets: Mapping[str, Any]
+) -> Trial | None:
+    """The best of all, which may be this one, changed as long as that keeps the limits."""
+    changes, own = Changes(trials, budgets), leader
     while not trials.is_over:
-        rate = _next(best)
-        missed = trials.first(best.server, best.num_servers, rate, best.changed)
+        rate = _next(trials, best) if best else _total(own)
+        missed = trials.first(own.server, own.num_servers, rate, own.changed)
         missed = trials.confirmed(missed, rate)
         found = missed if missed.meets else changes.kept(missed, rate)
-        higher = found and _highest(trials, found, WIDER * _total(found), best)
-        if higher is None or higher is best:
+        if found is None:
             break
-        best = higher
+        found = _kept_by_all(trials, _highest(trials, found, WIDER * _total(found)), best)
+        if found is None or found is best:
+            break
+        own = best = found
     return best
 
 
 def _most(server: Server, num_devices: int) -> float:
-    return server.most_rate * (num_devices // server.num_devices)
+    return server.most_load * (num_devices // server.num_devices)
 
 
 def _total(trial: Trial) -> float:
     return trial.rate * trial.num_servers
 
 
-def _next(best: Trial) -> float:
-    """The rate that a better one has to keep."""
-    return _total(best) * (1 + EXACT)
+def _next(trials: Trials, best: Trial) -> float:
+    """The load that a better one has to keep; a user more, at least."""
+    total = _total(best)
+    more = total * (1 + EXACT)
+    return more if trials.load.think is None else max(more, total + 1)
 
 
-def _above(
-    trials: Trials, server: Server, num: int, bound: float, best: Trial | None
-) -> Trial | None:
-    """A trial of this server that keeps the limits above the best rate."""
-    rate = _next(best) if best else SLOW * bound
-    while not trials.is_over:
+def _above(trials: Trials, server: Server, num: int, bound: float, best: Trial | None) -> Trial:
+    """A trial of this server above the best load; the last one, if none keeps the limits."""
+    rate, each = _next(trials, best) if best else SLOW * bound, trials.load.each
+    while True:
         trial = trials.first(server, num, rate)
-        if trial.meets:
+        is_last = best is not None or trial.refused or rate < LEAST * bound or trials.is_over
+        if trial.meets or is_last or each(LOWER * rate, num) == trial.rate:
             return trial
-        if best is not None or trial.refused or rate < LEAST * bound:
-            break
         rate *= LOWER
-    return None
 
 
 def _has_room(trials: Trials, trial: Trial) -> bool:
@@ -91,16 +114,40 @@ def _has_room(trials: Trials, trial: Trial) -> bool:
     return trial.meets and ratio <= 1 - trials.margin
 
 
-def _highest(trials: Trials, kept: Trial, bound: float, best: Trial | None) -> Trial | None:
-    """The highest rate of these servers that all seeds keep; the best so far if that is less."""
-    low, high, lowest = _total(kept), bound, _next(best) if best else 0.0
+def _highest(trials: Trials, kept: Trial, bound: float) -> Trial:
+    """A trial of these servers under the most load that has room with one replay, or `kept`."""
+    low, high, num = _total(kept), bound, kept.num_servers
+    each = trials.load.each
     while high > low * (1 + EXACT) and not trials.is_over:
         middle = sqrt(low * high)
-        trial = trials.first(kept.server, kept.num_servers, middle, kept.changed)
-        low, high, kept = (middle, high, trial) if _has_room(trials, trial) else (low, middle, kept)
-    kept = trials.confirmed(kept, low)  # with all seeds
-    while not kept.meets and low * (1 - EXACT) >= lowest and not trials.is_over:
-        low *= 1 - EXACT
-        kept = trials.first(kept.server, kept.num_servers, low, kept.changed)
-        kept = trials.confirmed(kept, low)
+        if each(middle, num) == each(high, num):  # the same users
+            break
+        trial = trials.first(kept.server, num, middle, kept.changed)
+        if _has_room(trials, trial):
+            low, kept = _total(trial), trial
+        else:
+            high = middle
+    return kept
+
+
+def _kept_by_all(trials: Trials, kept: Trial, best: Trial | None) -> Trial | None:
+    """The most load of these servers that all seeds keep; the best so far if that is less."""
+    lowest, num, rate = _next(trials, best) if best else 0.0, kept.num_servers, _total(kept)
+    kept = trials.confirmed(kept, rate)
+    while not kept.meets and not trials.is_over:
+        rate = _less(trials, kept, rate)
+        if rate < lowest or not rate:
+            break
+        kept = trials.first(kept.server, num, rate, kept.changed)
+        kept = trials.confirmed(kept, rate)
     return kept if kept.meets else best
+
+
+def _less(trials: Trials, missed: Trial, rate: float) -> float:
+    """The load that is tried after this one was missed: a user less on each server, at least.
+
+    Latencies fall with the load, but by less: the rest of a long way is taken with the next.
+    """
+    ratio = trials.limits.ratio(missed.ttft, missed.tpot)
+    less = rate * min(1 - EXACT, max(LOWER, (1 - trials.margin) / ratio))
+    return less if trials.load.think is None else min(less, rate - missed.num_servers)

@@ -14,7 +14,8 @@ take. Decodes have the rest, and T is the mean time of their tokens:
 Below saturation the 90th percentile of replays is within a factor of 1.4 of this T, and above that
 time to the first token (`tests/sim/test_servers.py`). So a rate is out of reach where T is 1.4
 times its limit, or the time to the first token is above its limit, or it is 10% more than a full
-server does (`estimate`).
+server does (`estimate`). N users who think for Z seconds ask r = N / (Z + what a request takes)
+times a second (Little's law): so many are out of reach with Z and the limits in place of the rest.
 """
 
 import math
@@ -48,7 +49,7 @@ class Closed:
     def __init__(self, costs: GroupCosts, deployment: Deployment, load: Load, alone: float):
         self._costs, self._modes = costs, modes_of(costs, deployment)
         self._stages, self._most = deployment.pp, deployment.max_num_seqs
-        self._mean, self._alone = load.mean, alone
+        self.load, self._mean, self._alone = load, load.mean, alone
         prompt, size = load.new_share * load.mean.num_prompt_tokens, deployment.step_sizes[-1]
         work = Work.prefill(size)
         # In a pipeline the decodes of all stages wait for a chunk that passes through them.
@@ -69,6 +70,18 @@ class Closed:
             low, high = (low, middle) if is_less else (middle, high)
         return first, high
 
+    def under(self, each: float) -> tuple[float, float]:
+        """The same under an amount of load, which may be users."""
+        if self.load.think is None:
+            return self.times(each)
+        low, high = 0.0, each / max(self.load.think, self._alone)
+        for _ in range(HALVINGS):
+            rate = (low + high) / 2
+            first, later = self.times(rate)
+            is_less = self.load.amount(rate, first + later * self._mean.num_output_tokens) <= each
+            low, high = (rate, high) if is_less else (low, rate)
+        return self.times(low)
+
     def _step(self, rate: float, tpot: float) -> float:
         """Seconds of a step of as many decodes as a time a token comes to."""
         running = rate * self._mean.num_output_tokens * tpot / self._stages
@@ -84,7 +97,7 @@ class Server(NamedTuple):
     deployment: Deployment
     text: str  # the same as `named.py` reads it
     closed: Closed
-    most_rate: float  # requests per second that it may answer inside the limits, at best
+    most_load: float  # requests/s, or users, that it may answer inside the limits, at best
     most_devices: int  # of its machine
 
     @property
@@ -98,9 +111,9 @@ class Server(NamedTuple):
         formats = self.target.formats
         return int(formats.kv != formats.activations)
 
-    def ratio(self, rate: float, limits: Limits) -> float:
+    def ratio(self, each: float, limits: Limits) -> float:
         """How near it comes to the limits in closed form: what is to be tried first has least."""
-        return limits.ratio(*self.closed.times(rate))
+        return limits.ratio(*self.closed.under(each))
 
 
 class Field(NamedTuple):
@@ -198,6 +211,7 @@ def _servers(
             closed = Closed(cost_model(target, deployment), deployment, load, one.ttft_seconds)
             full = one.tokens_per_second / (load.new_share * load.mean.num_tokens)
             most = _most_rate(closed, limits, CLOSED_FORM_ERROR * full)
+            most = load.amount(most, limits.life(load.mean.num_output_tokens))
             devices = target.machine.num_devices
             yield Server(target, deployment, text, closed, most, devices)
 

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.load import SEEDS, Limits, Load
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.replay import Replay, replay
@@ -30,7 +32,7 @@ class Trial(NamedTuple):
 
     server: Server
     num_servers: int
-    rate: float  # requests per second of a server
+    rate: float  # requests per second of a server, or its users
     measured: tuple[Measured, ...]
     meets: bool
     changed: str = ""  # what was changed to keep the limits, in words
@@ -90,7 +92,7 @@ class Trial(NamedTuple):
             "seqs": deployment.max_num_seqs,
             "servers": self.num_servers,
             "gpus": self.num_devices,
-            "rate_each": self.rate,
+            f"{self.server.closed.load.word}_each": self.rate,
             "ttft_seconds": self.ttft,
             "tpot_seconds": self.tpot,
             "inside": self.inside,
@@ -134,7 +136,8 @@ class Trials:
         """One replay of so many servers at a rate of all."""
         measured = self._measured(server, num_servers, rate, 0)
         keeps = self._keeps(measured)
-        self.all.append(Trial(server, num_servers, rate / num_servers, (measured,), keeps, changed))
+        each = self.load.each(rate, num_servers)
+        self.all.append(Trial(server, num_servers, each, (measured,), keeps, changed))
         return self.all[-1]
 
     def confirmed(self, trial: Trial, rate: float) -> Trial:
@@ -163,20 +166,24 @@ def measure_at(
 ) -> Measured:
     """A replay of one of so many servers at a rate of all, without a trial of it."""
     requests = trials.load.of_one(rate, num_servers, seed)
-    return measure(replay(requests, server.target, server.deployment), trials.limits)
+    run, num_new = replay(requests, server.target, server.deployment), 0
+    if isinstance(requests, ClosedLoop):  # who came together at the start
+        num_new = min(requests.users, len(run.requests) // 2)
+    return measure(run, trials.limits, num_new)
 
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def measure(run: Replay, limits: Limits) -> Measured:
-    """What a replay says about the limits."""
-    row = summary(run)
-    ttft, tpot = (row[f"{name}_p{limits.percentile}_seconds"] for name in ("ttft", "tpot"))
+def measure(run: Replay, limits: Limits, num_new: int = 0) -> Measured:
+    """What a replay says about the limits; the first `num_new` requests do not count for them."""
+    row, later = summary(run), replace(run, requests=run.requests[num_new:])
+    of_later = summary(later) if num_new else row
+    ttft, tpot = (of_later[f"{name}_p{limits.percentile}_seconds"] for name in ("ttft", "tpot"))
     inside = [
         request.ttft <= limits.ttft and (request.tpot or 0.0) <= limits.tpot
-        for request in run.requests
+        for request in later.requests
     ]
     return Measured(
         math.inf if ttft is None else ttft,

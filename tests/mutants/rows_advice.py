@@ -16,6 +16,7 @@ TEST_TRIALS = ("tests/sim/test_trials.py",)
 TEST_VARIANTS = ("tests/sim/test_variants.py",)
 TEST_ADVICE = ("tests/sim/test_advice.py",)
 TEST_MOST = ("tests/sim/test_most_load.py",)
+TEST_USERS = ("tests/sim/test_user_load.py",)
 TEST_COMMAND = ("tests/serving/cli/test_serve_command.py",)
 
 ROWS: tuple[Mutant, ...] = (
@@ -225,6 +226,51 @@ ROWS: tuple[Mutant, ...] = (
         'text = f"{FLEET}:tp{server.deployment.tp}"',
         TEST_SERVERS,
         "a trial is not of what its words say",
+    ),
+    Mutant(
+        "users of the emptiest server are replayed",
+        "advice",
+        LOAD,
+        "max(1.0, math.ceil(share - ALMOST))",
+        "max(1.0, math.floor(share))",
+        TEST_USERS,
+        "the server that has a user more misses the limits",
+    ),
+    Mutant(
+        "all users ask at once, and that counts",
+        "advice",
+        TRIALS,
+        "num_new = min(requests.users, len(run.requests) // 2)",
+        "num_new = 0",
+        TEST_USERS,
+        "devices are bought for a rush that never comes again",
+    ),
+    Mutant(
+        "users take no time to be answered",
+        "advice",
+        LOAD,
+        "rate * (self.think + seconds)",
+        "rate * self.think",
+        TEST_USERS,
+        "users that a server has room for are out of reach",
+    ),
+    Mutant(
+        "only the first is changed for more",
+        "advice",
+        MOST,
+        "LEADERS = 3",
+        "LEADERS = 1",
+        TEST_MOST,
+        "who carries most with targets is never found",
+    ),
+    Mutant(
+        "servers as they are take all replays",
+        "advice",
+        MOST,
+        "UNCHANGED = 0.5",
+        "UNCHANGED = 1.0",
+        TEST_MOST,
+        "the search ends before targets are tried",
     ),
     Mutant(
         "the command forgets targets",

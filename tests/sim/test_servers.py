@@ -67,9 +67,9 @@ def test_no_rate_that_a_replay_keeps_is_out_of_reach(name, ttft):
     servers = {s.deployment.name: s for s in field_of(target("l4x8"), limits).servers}
     server = servers[name]
     trials = Trials(LOAD, limits, 0.0, 9)
-    assert not trials.first(server, 1, server.most_rate * 1.02).meets
+    assert not trials.first(server, 1, server.most_load * 1.02).meets
     # and no bound says nothing: something like it is kept
-    assert any(trials.first(server, 1, server.most_rate * x).meets for x in (0.8, 0.6, 0.4))
+    assert any(trials.first(server, 1, server.most_load * x).meets for x in (0.8, 0.6, 0.4))
 
 
 @pytest.mark.parametrize(("name", "rate"), [("sp4", 6.0), ("tp4", 3.0), ("tp2", 1.5)])
@@ -90,7 +90,7 @@ def test_what_a_cache_knows_counts_for_the_rate():
         for each in (blocks * 20, [(9 * n, 9 * n + 1, 9 * n + 2) for n in range(40)])
     )
     rates = [
-        {s.deployment.name: s.most_rate for s in field_of(target("l4x8"), load=load_of(t)).servers}
+        {s.deployment.name: s.most_load for s in field_of(target("l4x8"), load=load_of(t)).servers}
         for t in (known, new)
     ]
     assert all(rates[0][name] > 1.5 * rates[1][name] for name in ("sp4", "tp4"))

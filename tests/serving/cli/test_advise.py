@@ -39,6 +39,25 @@ def test_plan_finds_the_most_load_for_gpus(capsys, tmp_path):
     assert ": shiftjax serve llama-8b --sp " in out.splitlines()[3]
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("question", [("--users", "60"), ("--users", "most", "--gpus", "4")])
+def test_plan_answers_for_users(capsys, tmp_path, question):
+    argv = ["plan", "--model", "llama-8b", "--machine", "l4x8", "--input", "500", "--output", "30"]
+    argv += ["--think", "2", "--max-num-seqs", "32", "--out", str(tmp_path)]
+    assert main([*argv, *LIMITS, *question]) == 0
+    out = capsys.readouterr().out
+    data = json.loads((tmp_path / "advice.json").read_text())
+    assert data["asked"]["think_seconds"] == 2.0 and data["best"]["users_each"] >= 1
+    assert "users think for 2 s on average" in out and "Start" in out
+    first, second, *_ = out.splitlines()
+    if "most" in question:
+        assert first.startswith("4 devices of l4x8: ") and " users (throughput" in first
+    else:
+        assert first.startswith("Take ") and second.startswith("For 60 users, of which")
+    rows = (tmp_path / "by_users.jsonl").read_text().splitlines()
+    assert rows and "users" in json.loads(rows[0])
+
+
 def write_trace(path: Path, count: int) -> None:
     """Requests a second apart that share a prefix."""
     lengths = {"prompt_tokens": 1100, "output_tokens": 4, "prefix_ids": [0, 1]}
@@ -53,6 +72,19 @@ def test_plan_answers_for_a_trace(capsys, tmp_path):
     out = capsys.readouterr().out
     assert out.startswith("Take 1 devices of h200x8: one server of 1, TP 1, KV cache bfloat16.")
     assert "For 1.02564 requests/s" in out and "(40 requests of a trace)" in out
+
+
+def test_users_ask_what_a_trace_has(capsys, tmp_path):
+    """Though all of it came at once, so that it has no rate."""
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"arrival_seconds": 0.0, "prompt_tokens": 1100, "output_tokens": 4}] * 40
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    argv = ["plan", "--model", "llama-8b", "--trace", str(trace), *LIMITS]
+    assert main([*argv, "--rate", "1"]) == 2
+    assert "there is no rate to plan for" in capsys.readouterr().err
+    assert main([*argv, "--users", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "For 3 users, of which" in out and "40 requests of a trace; users ask again" in out
 
 
 def test_plan_ends_with_1_where_nothing_is_quick_enough(capsys):
@@ -76,6 +108,12 @@ def test_a_trace_with_prompts_that_fit_nowhere_is_a_reason(capsys, tmp_path):
         (("--gpus", "0"), "--gpus must be at least 1"),
         (("--gpus", "8", "--gpu-price", "3"), "--gpu-price chooses how many GPUs"),
         (("--rate", "3", "--margin", "1"), "--margin must be a share of the limits"),
+        (("--users", "8", "--rate", "3"), "--users ask again when they are answered"),
+        (("--users", "0"), "--users must be at least 1"),
+        (("--users", "8", "--gpus", "8"), "say how many, or with --gpus that it is the `most`"),
+        (("--users", "most"), "say how many, or with --gpus that it is the `most`"),
+        (("--think", "2", "--rate", "3"), "--think is for --users"),
+        (("--users", "8", "--think", "-1"), "--think must be 0 or more seconds"),
         (("--rate", "3", "--length-cv", "-1"), "--length-cv must be a number from 0 to 100"),
     ],
 )
