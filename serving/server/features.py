@@ -40,8 +40,10 @@ def page_parts(stats: EngineStats) -> dict[str, Any]:
     """What the page shows of each, as plain values by its name; None: it is off."""
     drafts, fleet = stats.find(DraftStats), stats.find(FleetState)
     sizes, told = stats.find(TargetStats), stats.find(SizeStats)
+    routing = stats.find(RoutingState)
     return {
         "drafts": None if drafts is None else drafts.by_drafter,
+        "experts": None if routing is None else routing_history.page_part(routing),
         "fleet": None if fleet is None else fleet_state.page_part(fleet),
         "step_sizes": None if told is None else size_stats.page_part(told),
         "by_targets": None if sizes is None else sizes.words,

@@ -45,7 +45,8 @@ function tiles(data) {
   const { targets = 0, ...others } = data.step_sizes?.reasons ?? {}; // steps by what decided their size
   const sized = Object.values(others).reduce((sum, num) => sum + num, targets);
   $("goodput").title = data.by_targets ? `Targets chose the size of ${whole(targets)} of ${whole(sized)} steps. The last one: ${data.by_targets}.` : "";
-  $("steps").title = data.step_sizes?.last ?? ""; // what the last step with prompts takes, and would
+  // What the last step with prompts takes, and would; how uneven the load of experts is.
+  $("steps").title = [data.step_sizes?.last, data.experts?.words].filter(Boolean).join(" ");
   set("switches", whole(load.switches), `${whole(sum("switches", 0))} in ${span === 60 ? "1 min" : "10 min"}`);
 }
 

@@ -4,7 +4,7 @@ What the settings need not know is imported for its types alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from shiftjax.core.policy import Policy
@@ -137,10 +137,15 @@ class CostPolicy(Policy):
     differ in, by which much the model may be wrong. The queue says what comes next: while
     sequences wait, a full step follows as soon as there is room, so a switch to a mode that
     splits tokens needs no margin and one to SHIFT, which would soon be undone, pays both ways.
+    Predictions may change while steps run, say with what was counted of them: a size that was asked
+    for in `wanted` keeps to the modes that were found then.
     """
 
     costs: "GroupCosts"
     margin: float = COST_MARGIN
+    _wanted: dict[tuple[int, int], set[Mode]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
     name: ClassVar[str] = "cost"
 
     @classmethod
@@ -163,13 +168,20 @@ class CostPolicy(Policy):
         """Those that some queue and some step before would lead to."""
         lasts = (None, *modes)
         cases = [(queue, last) for queue in (False, True) for last in lasts]
-        found = {self._choose((bucket.tokens, bucket.rows), modes, *case) for case in cases}
+        size = bucket.tokens, bucket.rows
+        found = {self._choose(size, modes, *case) for case in cases}
+        self._wanted.setdefault(size, found)
         return [mode for mode in modes if mode in found]
 
     def _choose(
         self, size: tuple[int, int], modes: Sequence[Mode], is_queue: bool, last: Mode | None
     ) -> Mode:
-        seconds = {mode: self.costs.mode_seconds(mode, size) for mode in modes}
+        wanted = self._wanted.get(size)
+        seconds = {
+            mode: self.costs.mode_seconds(mode, size)
+            for mode in modes
+            if wanted is None or mode in wanted
+        }
         best = min(seconds, key=seconds.__getitem__)
         if last is None or last not in seconds or best == last:
             return best

@@ -133,7 +133,10 @@ def plain_state(state: RoutingState) -> dict[str, Any]:
 
 
 def page_part(state: RoutingState) -> dict[str, Any] | None:
-    """What the page shows: the skew by devices, of the mean layer; None: nothing is known yet."""
-    if not state.num_tokens:
+    """What the page shows: a sentence; None: nothing is known yet, or devices split no experts."""
+    if not state.num_tokens or not state.ways:
         return None
-    return {"skew": {str(ways): float(found.mean()) for ways, found in state.skews.items()}}
+    ways = state.ways[-1]
+    skew = state.skews[ways]
+    words = f"Experts over {ways} devices: the most loaded one has {skew.mean():.2f} times the mean"
+    return {"words": f"{words}, in the worst layer {skew.max():.2f}."}

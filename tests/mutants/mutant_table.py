@@ -10,6 +10,7 @@ from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
 from rows_reproduce import ROWS as REPRODUCE
 from rows_requests import ROWS as REQUESTS
+from rows_routing import ROWS as ROUTING
 from rows_serving import ROWS as SERVING
 from rows_sizes import ROWS as SIZES
 from rows_stored import ROWS as STORED
@@ -17,5 +18,5 @@ from rows_time import ROWS as TIME
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *FOUR_BITS, *HEADS, *PLANS, *REPRODUCE),
-    *(*REQUESTS, *SERVING, *SIZES, *STORED, *TIME),
+    *(*REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
 )

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
+from engines import MOE, RandomPolicy, build_tiny, checkpoint, make, run, tokens
 from oracle import numpy_experts, numpy_llama
 
 from shiftjax.core.request import SamplingParams
+from shiftjax.device.runner import DeviceRunner
 from shiftjax.routing import counts_device
 from shiftjax.routing.history import RoutingState
 
@@ -74,3 +75,52 @@ def test_counts_are_those_of_the_oracle(sp, tp, monkeypatch):
     assert state is not None
     assert state.num_tokens == sum(map(len, texts)) == expected[0].sum() // 3
     assert sorted(state.skews) == [ways for ways in (2, 4, 8) if sp * tp % ways == 0 and ways >= tp]
+
+
+DEEP = MOE | {"num_hidden_layers": 4}  # of which two have experts
+WAYS = {
+    "pipeline": {"pp": 2, "sp": 2, "tp": 1},
+    "phases": {"phases": "tp2:pp2", "num_blocks": 60, "host_memory": "2MB"},
+    "fleet": {
+        "fleet": True,
+        "devices": 2,
+        "fleet_policy": "load",
+        "bind_at": 1.0,
+        "release_at": 2.0,
+    },
+    "serial": {"sp": 2, "tp": 1, "overlap": False},
+}
+DRAFTS = {"speculation": "suffix", "controls": {"fixed_drafts": True}}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", WAYS)
+def test_stages_phases_and_groups_count_every_token_once(way, monkeypatch):
+    directory, config, tensors = checkpoint(**DEEP)
+    built = build_tiny(directory, prefix_caching=False, **WAYS[way])
+    texts = [text for seed in range(3) for text in served(built, prompts(seed), seed)]
+    if way == "fleet":
+        steps = built.engine.stats().steps
+        assert min(steps["shift", 1], steps["base", 2] + steps["shift", 2]) > 0, steps
+    expected = recounted(config, tensors, texts, monkeypatch)
+    np.testing.assert_allclose(counted(built), expected, rtol=2e-3)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [DRAFTS, {"prefix_caching": True}])
+def test_what_steps_compute_counts_and_nothing_else(options, monkeypatch):
+    """Drafts count, whether they are accepted or not; tokens that a cache has do not."""
+    directory, *_ = checkpoint(**MOE)
+    built = make(directory, 2, 2, **{"prefix_caching": False, **options})
+    computed, prepare = [], DeviceRunner.prepare
+
+    def prepare_and_note(self, plan):
+        computed.append(plan.num_tokens)
+        return prepare(self, plan)
+
+    monkeypatch.setattr(DeviceRunner, "prepare", prepare_and_note)
+    given = [10 * each[:6] for each in prompts()]
+    texts = [*served(built, given), *served(built, given)]
+    num_texts, num = sum(map(len, texts)), counted(built).sum() / 3
+    assert num == pytest.approx(sum(computed), rel=2e-3)
+    assert num > num_texts if "speculation" in options else num < num_texts

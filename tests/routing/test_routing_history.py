@@ -81,7 +81,9 @@ def test_what_is_shown_is_the_load_of_devices():
     assert found["expert_hottest_share"].values["worst",] == pytest.approx(6 / 16)
     plain = plain_state(seen.state)
     assert plain["skew"]["4"] == [3.0, 1.0] and plain["counts"][1] == 8 * [200]
-    assert page_part(seen.state) == {"skew": {"2": pytest.approx(1.3125), "4": 2.0}}
+    words = "Experts over 4 devices: the most loaded one has 2.00 times the mean"
+    assert page_part(seen.state) == {"words": f"{words}, in the worst layer 3.00."}
+    assert page_part(history(ways=()).state) is None
 
 
 def test_a_router_that_sends_all_to_one_expert_has_the_skew_of_all_devices():

@@ -1,13 +1,23 @@
 """What routers and balancers ask, pages of other origins, and paths below a prefix."""
 
+import numpy as np
 import pytest
-from kit import COMPLETION, TEMPLATE, VOCAB_SIZE, running_server
+from kit import (
+    COMPLETION,
+    TEMPLATE,
+    VOCAB_SIZE,
+    make_engine,
+    metric_total,
+    metric_values,
+    running_server,
+)
 
 from serving.http.app import all_routes
 from serving.http.described import Described
 from serving.http.outside import METHODS
 from serving.server.options import ServerOptions
 from serving.server.service import Service
+from shiftjax.routing.history import RoutingHistory
 
 KEY = "sk-secret-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -19,6 +29,7 @@ PATHS = (
     "/model_info",
     "/get_model_info",
     "/load",
+    "/routing",
 )
 
 
@@ -78,6 +89,26 @@ def test_keys_guard_everything_but_pings(client):
     for path in PATHS:
         assert client.get(path).status_code == 401, path
     assert client.get("/ping").status_code == client.post("/ping").status_code == 200
+
+
+def test_which_experts_tokens_choose(client):
+    """Of a model that has some; how uneven they are is in the metrics, too."""
+    refused = client.get("/routing", headers=BEARER)
+    assert refused.status_code == 404 and "no experts" in refused.text
+    history = RoutingHistory(1, (8, 2), (2, 4), devices=4)
+    history.add(0, np.array([[300, 100, 0, 0, 0, 0, 0, 0]]))
+    engine = make_engine()
+    engine.parts = (history.told,)
+    with running_server(engine, grpc=False) as server, server.client() as http:
+        assert http.post(COMPLETION, json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        about, values = http.get("/routing").json(), metric_values(http)
+        page = http.get("/ui/data").json()
+    assert about["skew"] == {"2": [2.0], "4": [4.0]} and about["counts"][0][:2] == [300, 100]
+    for layers in ("mean", "worst"):
+        found = metric_total(values, "shiftjax:expert_skew", devices="4", layers=layers)
+        assert found == 4.0
+    assert metric_total(values, "shiftjax:expert_hottest_share", layers="worst") == 0.75
+    assert "4.00 times the mean" in page["experts"]["words"]
 
 
 # ---------------------------------------------------------------- other origins
