@@ -61,6 +61,7 @@ class KernelCosts(NamedTuple):
     contention: float = 1.0
     queueing: float = 1.0
     full_rate_codes: bool = False  # of an engine: `EngineOverhead`
+    mixes_attention: bool = False
 
     @property
     def memory_rate(self) -> float:
@@ -153,6 +154,7 @@ class KernelCosts(NamedTuple):
             pair=2 * query_heads * width * self.queueing / peak,
             token=self.moved(query_heads * width * formats.activation_bytes),
             tile_rows=machine.attention_tile_rows,
+            decode_rows=machine.attention_decode_rows if self.mixes_attention else 0,
             round=machine.attention_round_seconds * self.queueing,
             round_tokens=machine.attention_round_tokens,
             lanes=machine.attention_lanes,
@@ -190,16 +192,19 @@ class AttentionCosts(NamedTuple):
     round: float  # 0: decodes do not advance in rounds
     round_tokens: int
     lanes: int
+    decode_rows: int = 0  # of a tile that a decode takes in steps with prompts; 0: none of theirs
 
     def seconds(self, work: Work, num_rows: int) -> float:
         """Of decodes and chunks, one after the other: each is bound by reading or computing.
 
         Where attention advances in rounds, the decodes of a step of `num_rows` rows need as many as
-        its lanes cannot do at once. Chunks are computed in tiles, half of one of them masked.
+        its lanes cannot do at once. Chunks are computed in tiles, half of one of them masked. A
+        decode in a kernel of prompts takes a tile of theirs, as if it had so many queries.
         """
         if not (work.context_tokens or work.attention_pairs):
             return 0.0
-        seconds = self.fixed + work.context_tokens * max(self.read, self.pair)
+        pair = self.pair * max(1, self.decode_rows) if work.attention_pairs else self.pair
+        seconds = self.fixed + work.context_tokens * max(self.read, pair)
         if self.round and work.context_tokens:
             lanes = max(1, min(num_rows, self.lanes))
             seconds += math.ceil(work.context_tokens / (lanes * self.round_tokens)) * self.round

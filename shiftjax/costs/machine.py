@@ -64,6 +64,8 @@ class Machine:
     attention_round_tokens: int = 1  # context tokens of each of `attention_lanes` rows at most
     attention_lanes: int = 1
     attention_tile_rows: int = 1  # queries of a prompt that are computed together
+    # That a decode takes in a kernel which computes prompts, too; 0: such kernels pack decodes.
+    attention_decode_rows: int = 0
     attention_seconds: float = 0.0  # fixed time of a layer's attention, beside its launches
     product_seconds: float = 0.0  # fixed time of a product, beside its launch
     # Share of a product's rate that products with several experts' matrices reach, by format.
@@ -143,11 +145,15 @@ class EngineOverhead:
     pads_to_buckets: bool  # steps come in few sizes, each doubling the one before
     copies_shift_weights: bool  # w / P more per device (arXiv 2509.16495, 3.3.2)
     replicas_in_step: bool  # no replica starts a step before all have ended the one before
-    # Of the front end, which reads requests one after the other and writes what is streamed; no
-    # such work offline.
-    request_seconds: float = 0.0  # before the engine sees a request
+    # Of the front end, which reads all requests in one process and writes what is streamed; no
+    # such work offline. Chats are templates to fill in, and take more than completions.
+    request_seconds: float = 0.0  # of the process, before the engine sees a request
+    chat_seconds: float = 0.0  # of the process, more for a chat
+    chat_latency_seconds: float = 0.0  # more for a chat, while the process is free for others
     stream_seconds: float = 0.0  # of a token of each stream beyond `free_streams`
     free_streams: int = 0  # whose tokens are written beside the step
+    pool_of_free: bool = False  # `memory_fraction` is of what weights and workspaces leave
+    mixes_attention: bool = False  # one kernel computes the decodes and prompts of a step
     full_rate_codes: bool = False  # FP8 KV is read at bfloat16's share of the memory's rate
     sizes_steps: bool = False  # steps with prompts have the size that costs say is best
     switch_seconds: float = 0.0  # of the first step in another mode
@@ -170,4 +176,9 @@ class EngineOverhead:
     @property
     def offline(self) -> "EngineOverhead":
         """The same engine without a front end, as for batches."""
-        return replace(self, request_seconds=0.0, stream_seconds=0.0)
+        return replace(self.completions, request_seconds=0.0, stream_seconds=0.0)
+
+    @property
+    def completions(self) -> "EngineOverhead":
+        """The same engine whose requests are texts, not chats."""
+        return replace(self, chat_seconds=0.0, chat_latency_seconds=0.0)

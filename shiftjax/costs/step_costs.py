@@ -90,7 +90,8 @@ class CostModel:
         self._contention = parts if machine.shared_cores else 1
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
         self.kernels = KernelCosts(
-            *(machine, formats, self._contention, self._queueing, engine.full_rate_codes)
+            *(machine, formats, self._contention, self._queueing),
+            *(engine.full_rate_codes, engine.mixes_attention),
         )
         late = model.num_early_layers
         self.layers = LayerCosts(layout, self.kernels, engine)

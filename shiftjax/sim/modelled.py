@@ -110,6 +110,10 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
     rows, vocab_size = deployment.budgets.max_rows, target.model.vocab_size
     workspace += max(step, sampling_bytes(target.engine, rows, vocab_size))
     memory = deployment.memory(target.devices, workspace)
+    if target.engine.pool_of_free:
+        kept = memory.weight_bytes + memory.shift_weight_bytes + memory.workspace_bytes
+        more = int((1 - deployment.memory_fraction) * kept)
+        memory = memory._replace(kv_bytes=memory.kv_bytes + more)
     if not deployment.num_blocks:
         return memory
     pool = deployment.num_blocks * deployment.block_bytes

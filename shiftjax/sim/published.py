@@ -6,6 +6,7 @@ may be used to fit constants. Those of `check.csv` only measure what the fit is 
 """
 
 import csv
+import random
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -38,8 +39,9 @@ COLUMNS = (
     "cv",  # of lengths that are log-normal; 0: all alike
     "metric",  # one of METRICS
     "value",
+    "api",  # chat or completions; a table without this column has chats
 )
-
+APIS = ("chat", "completions")
 
 LOADS = {
     "offline": "all at once, without a front end",
@@ -67,6 +69,7 @@ class Run(NamedTuple):
     input: int
     output: int
     cv: float
+    api: str = "chat"
 
     @property
     def label(self) -> str:
@@ -143,7 +146,7 @@ def read_figures(path: Path) -> list[Figure]:
     """The figures of a table. Raises ConfigError, with the line, for what is none."""
     with path.open(encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
-        if tuple(reader.fieldnames or ()) != COLUMNS:
+        if tuple(reader.fieldnames or ()) not in (COLUMNS, COLUMNS[:-1]):
             raise ConfigError([f"{path}: the columns must be {', '.join(COLUMNS)}"])
         return [_figure(row, path, f"{path}:{reader.line_num}") for row in reader]
 
@@ -154,7 +157,7 @@ def _figure(row: Mapping[str, str], path: Path, where: str) -> Figure:
     try:
         texts = [row[name] for name in Run._fields[:10]]
         counts = [int(row[name]) for name in ("requests", "input", "output")]
-        run = Run._make([*texts, *counts, float(row["cv"])])
+        run = Run._make([*texts, *counts, float(row["cv"]), row.get("api", APIS[0])])
         if run.machine.endswith(".yaml"):  # beside the table
             run = run._replace(machine=str(path.parent / run.machine))
         figure = Figure(run, row["metric"], float(row["value"]))
@@ -162,6 +165,8 @@ def _figure(row: Mapping[str, str], path: Path, where: str) -> Figure:
         raise ConfigError([f"{where}: {error}"]) from None
     if run.kind not in LOADS or not figure.value > 0:
         raise ConfigError([f"{where}: a load is one of {', '.join(LOADS)}, a value above 0"])
+    if run.api not in APIS:
+        raise ConfigError([f"{where}: an api is one of {', '.join(APIS)}, got {run.api}"])
     return figure
 
 
@@ -204,20 +209,23 @@ def _cut(lengths: list[int], mean: int) -> list[int]:
 def replay_of(run: Run, most: int | None = None) -> Replay:
     """The run, simulated: `most` requests of it at most. Raises ConfigError.
 
-    Answers of a closed loop's first round are cut, evenly, so that later requests come one by one
-    as after a long time.
+    Answers of a closed loop's first round are cut, each somewhere, so that later requests come as
+    after a long time, when users are at phases that have nothing to do with each other.
     """
     named = run._asdict()
     options = {name: named[name] for name in ("machine", "model", "engine", "dtype")}
     target = target_from(options | {"kv_cache_dtype": run.kv})
     if run.kind == "offline":
         target = replace(target, engine=target.engine.offline)
+    elif run.api == "completions":
+        target = replace(target, engine=target.engine.completions)
     requests = requests_of(run, most)
     if run.kind != "users":
         return replay(requests, target, deploy(target, run.settings))
     users = int(run.level)
+    rng = random.Random(f"phases of {users}")
     for number, each in enumerate(requests[:users]):
-        output = max(1, round(each.num_output_tokens * (number + 1) / users))
+        output = max(1, round(each.num_output_tokens * rng.random()))
         requests[number] = replace(each, num_output_tokens=output)
     return replay(closed_loop(requests, users), target, deploy(target, run.settings))
 

@@ -114,8 +114,9 @@ def replay(
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     is_loop = isinstance(requests, ClosedLoop)
     arrivals = Returning(requests, coming) if is_loop else InOrder(coming)
-    if target.engine.request_seconds:
-        arrivals = FrontEnd(arrivals, target.engine.request_seconds)
+    reading = target.engine.request_seconds + target.engine.chat_seconds
+    if reading or target.engine.chat_latency_seconds:
+        arrivals = FrontEnd(arrivals, reading, target.engine.chat_latency_seconds)
     records, num_refused = serve(engine, clock, arrivals)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]

@@ -150,9 +150,27 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the front end reads all requests at once", "costs", FRONT,
-        "self._free_at = self.next_seconds", "self._free_at = 0.0",
+        "* len(self._reading)", "* 1",
         (TEST_FRONT,),
-        "the last of a burst is seen at once",
+        "a burst is seen at once",
+    ),
+    Mutant(
+        "a wait delays all that come later", "costs", FRONT,
+        "self._now = self._ready_at()", "self._now = self._ready_at() + self._latency",
+        (TEST_FRONT,),
+        "latency looks like work of the front end",
+    ),
+    Mutant(
+        "decodes beside prompts are packed", "costs", KERNELS,
+        "self.pair * max(1, self.decode_rows)", "self.pair",
+        ("tests/costs/test_mixed_attention.py",),
+        "steps with prompts look as fast on A100 as on H100",
+    ),
+    Mutant(
+        "a pool of what is free is one of all", "costs", "shiftjax/sim/modelled.py",
+        "kv_bytes=memory.kv_bytes + more", "kv_bytes=memory.kv_bytes",
+        ("tests/sim/test_kv_sizes.py",),
+        "TensorRT-LLM holds a third of its streams",
     ),
     Mutant(
         "no stream is free", "costs", MACHINE,
@@ -162,7 +180,7 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a batch has a front end", "costs", MACHINE,
-        "replace(self, request_seconds=0.0, stream_seconds=0.0)", "self",
+        "replace(self.completions, request_seconds=0.0, stream_seconds=0.0)", "self",
         (TEST_FRONT,),
         "what is offline looks served",
     ),

@@ -18,7 +18,9 @@ from shiftjax.sim.trace import TraceRequest
 
 TARGET = target_from({"model": "llama-8b", "machine": "h100x8", "engine": "vllm"})
 OFFLINE = replace(TARGET, engine=TARGET.engine.offline)
-STREAMS = replace(TARGET, engine=replace(TARGET.engine, request_seconds=0.0))
+STREAMS = replace(TARGET, engine=replace(TARGET.engine.completions, request_seconds=0.0))
+READING = TARGET.engine.request_seconds + TARGET.engine.chat_seconds
+WAIT = READING + TARGET.engine.chat_latency_seconds
 ALONE = deploy(TARGET, "dp=1,sp=1,tp=1,policy=base", max_num_seqs=512)
 
 
@@ -27,26 +29,49 @@ def sent_at(*moments: float) -> InOrder:
     return InOrder(Request(str(n), (1, 2), sampling, at) for n, at in enumerate(moments))
 
 
-def test_requests_are_read_one_after_the_other():
-    front = FrontEnd(sent_at(1.0, 1.0, 1.5, 9.0), 0.4)
+def ready(front: FrontEnd) -> list[tuple[float, float]]:
+    """(when it is ready, when it was sent) of each."""
     seen = []
     while front.next_seconds < inf:
         seen.append((front.next_seconds, front.take().arrival_seconds))
-    expected = [(1.4, 1.0), (1.8, 1.0), (2.2, 1.5), (9.4, 9.0)]
+    return seen
+
+
+def test_requests_that_come_together_are_ready_together():
+    assert ready(FrontEnd(sent_at(*[1.0] * 5), 0.4)) == [(pytest.approx(3.0), 1.0)] * 5
+
+
+def test_a_later_request_shares_what_is_left():
+    """Two of 0.4 s are half done at 1.4; a third has a third of the process, then all of it."""
+    seen = ready(FrontEnd(sent_at(1.0, 1.0, 1.4, 9.0), 0.4))
+    expected = [(2.0, 1.0), (2.0, 1.0), (2.2, 1.4), (9.4, 9.0)]
     assert [pytest.approx(pair) for pair in expected] == seen
+
+
+def test_latency_delays_each_request_and_no_other():
+    quick, slow = (ready(FrontEnd(sent_at(0.0, 0.0, 0.5), 0.1, late)) for late in (0.0, 0.7))
+    assert slow == [(pytest.approx(at + 0.7), sent) for at, sent in quick]
+
+
+def test_chats_take_more_of_the_front_end_than_completions():
+    trace, engine = [TraceRequest(0.0, 100, 4)], TARGET.engine
+    texts = replace(TARGET, engine=engine.completions)
+    (chat,), (text,) = (replay(trace, each, ALONE).requests for each in (TARGET, texts))
+    more = engine.chat_seconds + engine.chat_latency_seconds
+    assert more > 0.02 and chat.ttft - text.ttft == pytest.approx(more)
 
 
 def test_a_request_counts_from_when_it_was_sent():
     trace = [TraceRequest(3.0, 100, 4)]
     (alone,), (served,) = (replay(trace, each, ALONE).requests for each in (OFFLINE, TARGET))
     assert served.arrival == alone.arrival == 3.0
-    assert served.ttft - alone.ttft == pytest.approx(TARGET.engine.request_seconds)
+    assert served.ttft - alone.ttft == pytest.approx(WAIT)
     assert served.tpot == pytest.approx(alone.tpot)
 
 
-def test_the_last_of_a_burst_waits_for_all_others_to_be_read():
+def test_a_burst_waits_for_all_of_it_to_be_read():
     burst = replay([TraceRequest(0.0, 16, 1)] * 200, TARGET, ALONE).requests
-    assert max(each.ttft for each in burst) > 200 * TARGET.engine.request_seconds
+    assert min(each.ttft for each in burst) > 200 * READING
 
 
 def test_a_user_asks_again_when_the_answer_is_there():

@@ -101,3 +101,15 @@ def test_engines_that_start_count_no_reserve():
     measured = deployment.memory(target.devices)
     assert measured.workspace_bytes == deployment.temporary_bytes
     assert measured.kv_bytes - memory_of(target, deployment).kv_bytes >= 1.5e9
+
+
+def test_a_share_of_what_is_free_leaves_room_beside_large_weights():
+    """TensorRT-LLM serves Qwen3-32B in 16 bits on one A100 to 80 or 90 streams (GPUStack)."""
+    target = target_from({"model": "qwen3-32b", "machine": "a100x8", "engine": "tensorrt_llm"})
+    of_all = replace(target, engine=replace(target.engine, pool_of_free=False))
+    settings = "dp=1,sp=1,tp=1,policy=base,memory_fraction=0.9,max_num_seqs=256"
+    free, all_ = (memory_of(each, deploy(each, settings)) for each in (target, of_all))
+    kept = free.weight_bytes + free.workspace_bytes
+    assert free.kv_bytes == pytest.approx(0.9 * (target.machine.memory_bytes - kept), rel=1e-6)
+    assert all_.kv_bytes == pytest.approx(0.9 * target.machine.memory_bytes - kept, rel=1e-6)
+    assert free.num_kv_tokens > 80 * 420 > 1.4 * all_.num_kv_tokens
