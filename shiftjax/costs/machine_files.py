@@ -125,8 +125,14 @@ def _ways(ways: Any, where: str, wrong: list[str]) -> Iterator[Transfer]:
 
 
 def load_engine(name: str) -> EngineOverhead:
-    """The engine overhead of this name, or of a file in the same format. Raises ConfigError."""
-    return _build(EngineOverhead, _read(name, "engines", "engine"), name)
+    """The engine overhead of this name, or of a file in the same format. Raises ConfigError.
+
+    A file that is `like` another engine has its constants, but for those that it says itself.
+    """
+    found = _read(name, "engines", "engine")
+    if "like" in found:
+        found = _read(found.pop("like"), "engines", "engine") | found
+    return _build(EngineOverhead, found, name)
 
 
 def machine_of(device_kind: str) -> str:

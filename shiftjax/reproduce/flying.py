@@ -53,7 +53,7 @@ def target(model: str, dtype: str = "bfloat16", num_devices: int = 8) -> Target:
     machine = replace(found.machine, num_devices=num_devices)
     longest = max(MILLION, found.model.max_position_embeddings)
     own = replace(found.model, max_position_embeddings=longest)
-    return replace(found, machine=machine, model=own)
+    return replace(found, machine=machine, model=own, engine=found.engine.completions)
 
 
 def served(of: Target, name: str, requests: Sequence[TraceRequest]) -> Replay:

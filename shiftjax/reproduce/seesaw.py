@@ -37,7 +37,6 @@ PHASES: Mapping[int, Sequence[str]] = {
     8: ("pp8:tp8", "pp8:pp2tp4", "dp2pp4:dp2tp4"),
 }
 QUICK = {"tp8", "tp4", "pp2tp2", "pp4:tp4", "pp2tp4", "pp4tp2", "pp8:tp8", "pp8:pp2tp4"}
-HOST_SECONDS = 3.4e-3 / 32  # of a sequence, in vLLM of July 2024: its issue 6913
 A100_BYTES, A100_RATE = 40_960 << 20, 1555e9  # the 40 GB kind, table 1
 OPEN = "Lengths are drawn, for the texts are not here; fewer requests."
 LABELS = {  # figure 10: the best of vLLM, and Seesaw's
@@ -66,8 +65,8 @@ class Best(NamedTuple):
 
 def target(model: str, machine: str, num_devices: int = 8) -> Target:
     """A model in 16 bits on some devices of a machine, served by engines that are independent."""
-    found = target_from({"model": model, "machine": machine, "engine": "vllm"})
-    engine = replace(found.engine, replicas_in_step=False, host_seconds_per_sequence=HOST_SECONDS)
+    found = target_from({"model": model, "machine": machine, "engine": "vllm-v0.5"})
+    engine = replace(found.engine.offline, replicas_in_step=False)
     return replace(found, machine=replace(found.machine, num_devices=num_devices), engine=engine)
 
 

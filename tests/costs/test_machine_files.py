@@ -1,6 +1,6 @@
 """Machine and engine files: all that come with the package, and what is refused."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,9 @@ GPUS = (
 
 def test_every_machine_and_engine_loads():
     assert set(machine_names()) == GPUS | {"cpu"}
-    assert set(engine_names()) == {"shiftjax", "sglang", "tensorrt_llm", "vllm", "vllm-v0"}
+    assert set(engine_names()) == {
+        *("shiftjax", "sglang", "tensorrt_llm", "nim", "vllm", "vllm-v0", "vllm-v0.5")
+    }
     for name in machine_names():
         machine = load_machine(name)
         assert machine.name == name
@@ -49,6 +51,16 @@ def test_every_machine_and_engine_loads():
         assert "bfloat16" in machine.matmul_flops
     for name in engine_names():
         assert load_engine(name).name == name
+
+
+def test_an_engine_that_is_like_another_has_its_constants():
+    alike, own = load_engine("nim"), load_engine("tensorrt_llm")
+    assert alike.stream_seconds > own.stream_seconds == 0
+    assert replace(alike, name=own.name, stream_seconds=0.0) == own
+    old, new = load_engine("vllm-v0.5"), load_engine("vllm-v0")
+    assert old.host_seconds_per_sequence == pytest.approx(3.4e-3 / 32, rel=0.01)
+    changed = {"host_seconds_per_sequence": 1.2e-5, "reserved_bytes": new.reserved_bytes}
+    assert replace(old, name=new.name, **changed) == new
 
 
 def test_every_constant_has_a_unit_that_fits_its_name():
