@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from serving.run.flags import add_fleet_flags, add_model_word
-from shiftjax.arch.formats import PACKED
 from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
 
@@ -118,7 +117,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     text = "measured kernels, CSV or JSON: the machine's constants are fitted to them, see docs"
     parser.add_argument("--kernels", type=Path, metavar="FILE", help=text)
     parser.add_argument("--engine", default="shiftjax", help=f"overhead: {engines}, or a file")
-    dtypes = ", ".join((*SETTINGS["dtype"].choices[1:], "fp8", *PACKED))  # the first is "auto"
+    plain, codes = SETTINGS["dtype"].choices[1:], SETTINGS["quantization"].choices[2:]
+    dtypes = ", ".join((*plain, *codes))  # without auto, and none
     parser.add_argument(
         "--dtype", help=f"of weights, default the checkpoint's, or bfloat16: {dtypes}"
     )
