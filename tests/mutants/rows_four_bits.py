@@ -32,11 +32,6 @@ ROWS = (
         (TEST_PRODUCTS,), "texts are plausible and wrong",
     ),
     Mutant(
-        "the last tile begins where the others end", "weights", PRODUCTS,
-        "jnp.minimum(nth * rows, num_outputs - rows)", "nth * rows",
-        (TEST_PRODUCTS,), "the last outputs are those of others",
-    ),
-    Mutant(
         "the least number of e2m1 is 1", "weights", PRODUCTS,
         "jnp.where(most > 1, (most << 22) + (126 << 23), most * (126 << 23))",
         "jnp.where(most > 1, (most << 22) + (126 << 23), most * (127 << 23))",
