@@ -146,8 +146,10 @@ def _kept_by_all(trials: Trials, kept: Trial, best: Trial | None) -> Trial | Non
 def _less(trials: Trials, missed: Trial, rate: float) -> float:
     """The load that is tried after this one was missed: a user less on each server, at least.
 
-    Latencies fall with the load, but by less: the rest of a long way is taken with the next.
+    Less by half of what the worst seed missed the limits by, or the mean the margin.
     """
-    ratio = trials.limits.ratio(missed.ttft, missed.tpot)
-    less = rate * min(1 - EXACT, max(LOWER, (1 - trials.margin) / ratio))
+    ratio = trials.limits.ratio
+    worst = max(ratio(each.ttft, each.tpot) for each in missed.measured)
+    mean = ratio(missed.ttft, missed.tpot) / (1 - trials.margin)
+    less = rate * min(1 - EXACT, max(LOWER, max(worst, mean) ** -0.5))
     return less if trials.load.think is None else min(less, rate - missed.num_servers)

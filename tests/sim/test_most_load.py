@@ -91,7 +91,7 @@ def test_the_best_is_changed_for_more():
 
 def test_targets_come_before_the_replays_are_used_up():
     """Of seven cuts and two caches, all of which carry more with targets."""
-    trials = Known(LOAD, LIMITS, 0.05, 120)
+    trials = Known(LOAD, LIMITS, 0.05, 50)
     field = field_of(target("l4x8"), LIMITS, LOAD, True, **SMALL)
     servers = [each._replace(most_load=20.0) for each in field.servers]
     advice = most_load(field._replace(servers=servers), trials, 4, SMALL)
