@@ -21,6 +21,7 @@ from shiftjax.costs.group_costs import GroupCosts
 
 POINTS = 24  # of an integral
 BELOW, ABOVE = 4.0, 5.0  # deviations that it goes over
+DIGITS = 6  # of a load: products are cut into tiles, and a trifle more would be a tile more
 
 
 class Routing:
@@ -71,9 +72,8 @@ class Routing:
         own = by_device.shape[2]
         # Somebody has an expert of the first token, and nobody reads more experts than it has.
         most = num_tokens * float(k.mean())
-        return Load(
-            float(np.clip(pairs, 1.0, most).mean()), float(np.clip(experts, 1.0, own).mean())
-        )
+        pairs, experts = np.clip(pairs, 1.0, most), np.clip(experts, 1.0, own)
+        return Load(*(round(float(each.mean()), DIGITS) for each in (pairs, experts)))
 
 
 def num_counted(model: ModelConfig) -> int:
