@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from serving.bench.compiled_cost import Kernel, Prices, kernels_of, step_seconds
 from serving.bench.hlo import collectives
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
-from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.work import Work
@@ -104,8 +103,6 @@ def check_target(target: Target) -> None:
     if not (TARGETS / f"{_chip(target)}.txtpb").is_file():
         known = ", ".join(sorted(f"{path.stem}x8" for path in TARGETS.glob("*.txtpb")))
         wrong.append(f"--compile knows no description of {machine}; there are {known}")
-    if target.model.experts is not None and target.model.name not in PRESETS:
-        wrong.append(f"--compile: the engine does not load {target.model.name}'s kind of experts")
     jaxlib = importlib.metadata.version("jaxlib")
     missing = [f"{name}=={jaxlib}" for name in PACKAGES if installed(name) != jaxlib]
     if missing:

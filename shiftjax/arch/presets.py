@@ -5,7 +5,15 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from shiftjax.arch.config import Codes, Encoder, Experts, LayerKind, ModelConfig, RopeScaling
+from shiftjax.arch.config import (
+    Codes,
+    Encoder,
+    Experts,
+    LayerKind,
+    ModelConfig,
+    QueryGrowth,
+    RopeScaling,
+)
 from shiftjax.arch.traits import traits_of
 
 _COLUMNS = (
@@ -148,6 +156,15 @@ _GPT_OSS = {
 }
 
 
+def _llama4(
+    chunk: int, experts: Experts, growth: QueryGrowth, scaling: RopeScaling | None = None
+) -> dict[str, Any]:
+    """Three layers whose contexts are cut into chunks and then one that has no positions."""
+    near, far = LayerKind(None, 500_000.0, scaling, chunk=chunk), LayerKind(has_rope=False)
+    own = {"architecture": "llama4_text", "experts": experts, "query_growth": growth}
+    return own | {"layer_kinds": (near,) * 3 + (far,)}
+
+
 def _gpt_oss(window: int, theta: float, scaling: RopeScaling, experts: Experts) -> dict[str, Any]:
     """Layers with a window and without one take turns."""
     kinds = LayerKind(window, theta, scaling), LayerKind(None, theta, scaling)
@@ -167,6 +184,28 @@ def _gemma4_kinds(window: int, far: tuple[int, int], *, near: int = 5, **more: A
     return {"layer_kinds": (LayerKind(window, 10_000.0),) * near + (full,)}
 
 
+_OF_LLAMA4 = {"scores": "sigmoid", "scales_input": True, "norm_topk": False}
+_LLAMA4 = {
+    "vocab_size": 202_048,
+    "bos_token_id": 200_000,
+    "eos_token_ids": (200_001, 200_007, 200_008),
+}
+_LLAMA4_GROWTH = QueryGrowth(0.1, 8192, first=1, in_rotary=False)
+_LLAMA4_SCOUT = _llama4(
+    *(8192, Experts(16, 1, 8192, 8192, **_OF_LLAMA4), _LLAMA4_GROWTH),
+    RopeScaling("llama3", 16.0, 1.0, 1.0, 8192),
+)
+_LLAMA4_SCOUT |= {"qk_unit_norm": True, "max_position_embeddings": 10_485_760}
+_EVERY_OTHER = tuple(range(0, 48, 2))
+_LLAMA4_MAVERICK = _llama4(
+    *(8192, Experts(128, 1, 8192, 8192, dense_layers=_EVERY_OTHER, **_OF_LLAMA4), _LLAMA4_GROWTH)
+)
+_LLAMA4_MAVERICK |= {"max_position_embeddings": 1_048_576}
+_TINY_LLAMA4 = _llama4(
+    *(32, Experts(8, 1, 32, 32, dense_layers=(0,), **_OF_LLAMA4)),
+    QueryGrowth(0.1, 64, first=1, in_rotary=False),
+)
+_TINY_LLAMA4 |= {"qk_unit_norm": True}
 _LESS = {"rope_scaling": RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)}
 _TIED = {"tie_word_embeddings": True}
 
@@ -232,6 +271,7 @@ _PRESETS = (
         "tiny-olmoe", _TINY, 64, 32, 2, 8, 4, 8, architecture="olmoe", experts=Experts(8, 2, 32)
     ),
     preset("tiny-glm4-moe", _TINY, 64, 128, 2, 8, 4, 8, **_TINY_GLM45),
+    preset("tiny-llama4", _TINY, 64, 128, 4, 8, 4, 8, **_TINY_LLAMA4),
     preset("tiny-gemma3", _TINY, 64, 128, 6, 8, 4, 8, **_TINY_GEMMA3),
     preset("tiny-olmo2", _TINY, 64, 128, 2, 8, 4, 8, architecture="olmo2"),
     preset("tiny-phi3", _TINY, 64, 128, 2, 8, 4, 8, architecture="phi3"),
@@ -284,6 +324,8 @@ _PRESETS = (
     preset("glm-4-9b", _GLM4, 4096, 13_696, 40, 32, 2, 128),
     preset("gpt-oss-20b", _GPT_OSS, 2880, 2880, 24, 64, 8, 64, **_GPT_OSS_20B, **_MXFP4),
     preset("gpt-oss-120b", _GPT_OSS, 2880, 2880, 36, 64, 8, 64, **_GPT_OSS_120B, **_MXFP4),
+    preset("llama-4-scout", _LLAMA4, 5120, 16_384, 48, 40, 8, 128, **_LLAMA4_SCOUT),
+    preset("llama-4-maverick", _LLAMA4, 5120, 16_384, 48, 40, 8, 128, **_LLAMA4_MAVERICK),
     preset("olmo-2-7b", _OLMO2, 4096, 11_008, 32, 32, 32, 128),
 )
 
@@ -293,6 +335,7 @@ _SHORT_NAMES = {
     "llama-70b": "llama-3.3-70b",
     "llama-405b": "llama-3.1-405b",
     "mistral-7b": "mistral-7b-v0.3",
+    "llama-17b-16e": "llama-4-scout",
     "qwen-32b": "qwen3-32b",
     "qwen-30b-a3b": "qwen3-30b-a3b",
 }

@@ -47,6 +47,8 @@ def _llama3_kept(frequency: float, scaling: RopeScaling) -> float:
         return 0.0
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:
+        return float(turns > high)
     return min(1.0, max(0.0, (turns - low) / (high - low)))
 
 

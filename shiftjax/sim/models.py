@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from shiftjax.arch.config import Experts, ModelConfig
+from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.presets import PRESETS, preset
 from shiftjax.options import ConfigError, unknown_name
 
@@ -35,12 +35,6 @@ _PLANNED = (
             "rope_theta": 500_000.0,
         },
         *(4096, 14_336, 64, 32, 8, 128),
-    ),
-    preset(  # Llama 4 Scout's config.json, text part: every layer has experts
-        "llama-17b-16e",
-        {"architecture": "llama", "vocab_size": 202_048} | _LONG,
-        *(5120, 8192, 48, 40, 8, 128),
-        experts=Experts(num=16, per_token=1, intermediate_size=8192, shared_intermediate_size=8192),
     ),
 )
 

@@ -39,8 +39,8 @@ def _proportional(fields: Fields, inner: Fields, rotary_dim: int) -> RopeScaling
 
 def _llama3(fields: Fields, inner: Fields, rotary_dim: int) -> RopeScaling:
     low, high = inner.positive("low_freq_factor"), inner.positive("high_freq_factor")
-    if high <= low and not inner.problems:
-        inner.problem(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    if high < low and not inner.problems:  # equal ones blend nothing (Llama 4 Scout)
+        inner.problem(f"high_freq_factor {high} must be {low} at least, as low_freq_factor is")
     return RopeScaling("llama3", inner.positive("factor"), low, high, original_of(fields, inner))
 
 

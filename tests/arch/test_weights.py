@@ -18,6 +18,8 @@ PUBLISHED = [
     ("qwen3-30b-a3b", 30.53),
     ("mixtral-8x7b", 46.70),
     ("olmoe-1b-7b", 6.92),
+    ("llama-4-scout", 107.77),  # 109 and 402 with the part for images
+    ("llama-4-maverick", 400.71),
 ]
 
 

@@ -110,9 +110,10 @@ GEMMA4 = {
 CHUNKED = LEAST | {
     "max_position_embeddings": 1024,
     "num_hidden_layers": 4,
-    "intermediate_size": 16,
+    "num_attention_heads": 8,  # the tests' devices
+    "intermediate_size": 8,
     "intermediate_size_mlp": 24,
-    "num_local_experts": 4,
+    "num_local_experts": 8,
 }
 
 # name: Hugging Face model_type, what differs from COMMON

@@ -35,7 +35,9 @@ def test_configs_of_transformers_are_understood():
     assert glm.qk_norm and glm.rotary_dim == 4 and not glm.rope_interleaved
 
 
-@pytest.mark.parametrize("name", ["qwen1.5-moe-a2.7b", "glm-4.5-air"])
+@pytest.mark.parametrize(
+    "name", ["qwen1.5-moe-a2.7b", "glm-4.5-air", "tiny-llama4", "llama-4-maverick"]
+)
 def test_presets_are_what_their_files_would_say(name):
     assert parse_config(to_json(PRESETS[name], "bfloat16"), name, "f") == PRESETS[name]
 

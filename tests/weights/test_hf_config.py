@@ -85,7 +85,11 @@ def test_configs_of_transformers(name, fields):
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-3-1b", "gemma-3-27b", "phi-4", "glm-4-9b", "olmo-2-7b", "gpt-oss-20b"]
+    "name",
+    [
+        *("gemma-3-1b", "gemma-3-27b", "phi-4", "glm-4-9b", "olmo-2-7b", "gpt-oss-20b"),
+        *("llama-4-scout", "llama-4-maverick"),
+    ],
 )
 def test_published_configs_are_the_presets(name):
     assert load(name) == PRESETS[name]
@@ -191,8 +195,8 @@ REFUSED = [
     ("llama", {"rope_parameters": LLAMA3}, "low_freq_factor is missing"),
     (
         "llama",
-        {"rope_parameters": LLAMA3 | {"low_freq_factor": 4, "high_freq_factor": 4}},
-        "high_freq_factor 4.0 must be above low_freq_factor 4.0",
+        {"rope_parameters": LLAMA3 | {"low_freq_factor": 5, "high_freq_factor": 4}},
+        "high_freq_factor 4.0 must be 5.0 at least, as low_freq_factor is",
     ),
     ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor must be a number"),
     ("llama", {"rope_parameters": ..., "rope_theta": float("nan")}, "rope_theta must be a number"),

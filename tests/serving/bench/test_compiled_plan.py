@@ -21,10 +21,6 @@ SUMS_IN_BRANCHES = 19  # of the sampler, for rows that ask for more than their b
     ("argv", "fragment"),
     [
         (("--machine", "a100x8-pcie", "--compile"), "are a100x8, a10x8, h100x8, h200x8, l4x8"),
-        (
-            ("--model", "llama-17b-16e", "--compile"),
-            "does not load llama-17b-16e's kind of experts",
-        ),
         (("--compile", "3x5"), "--compile: 3x5 does not fit"),
         (("--compile", "eight"), "--compile: 'eight' is not SPxTP"),
     ],
