@@ -98,6 +98,16 @@ def test_experts_gather_tokens_and_scatter_their_sums(sp, tp):
     check(sp, tp, ODD | EXPERTS)
 
 
+USES = [(sp, tp, e) for sp, tp in MESHES for e in (8, 4, 2) if e <= sp]
+
+
+@pytest.mark.costs(10)
+@pytest.mark.parametrize(("sp", "tp", "experts_as"), quick(USES, (4, 2, 2)))
+def test_experts_that_are_split_less_gather_among_neighbours_alone(sp, tp, experts_as):
+    """Nothing moves for experts that no weight is split beside."""
+    check(sp, tp, ODD | EXPERTS, controls={"experts_as": experts_as})
+
+
 @pytest.mark.thorough
 def test_few_experts_of_a_token_are_exchanged():
     """Beside the exchange, the program has the gather of a step in which somebody lacks room."""
