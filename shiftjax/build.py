@@ -17,6 +17,7 @@ from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.hosts.calls import Follower, Hosts, Leader
 from shiftjax.local_deployment import deploy, with_kv_scales
+from shiftjax.parallel.grid import Mode
 from shiftjax.phases.resharding import PHASES
 from shiftjax.settings import environ_beside
 from shiftjax.weights.source import TensorSource, check_complete
@@ -44,6 +45,28 @@ class Built:
         """The implementations of attention that steps use, and why; one, but for a fleet's."""
         backends = (runner.step.attention for runner in self.runners)
         return {backend.name: backend.reason for backend in backends}
+
+    @property
+    def experts(self) -> dict[str, str]:
+        """As in which mode the programs of each mode and size use experts, and why.
+
+        Of sizes that do as the next smaller one does, the smallest alone; none without experts.
+        """
+        found: dict[str, str] = {}
+        last: dict[tuple[int, str], Mode] = {}
+        for runner in self.runners:
+            layout, choose = runner.step.layout, runner.step.expert_modes
+            if layout.model.experts is None or choose is None:
+                continue
+            for program in runner.programs:
+                for mode in program.steps:
+                    used, why = choose.of(mode, program.bucket.tokens)
+                    if last.get((layout.sp, mode.label)) != used:
+                        last[layout.sp, mode.label] = used
+                        name = f"{mode.label}, {program.bucket.tokens:,} tokens or more"
+                        name += f", {layout.sp} units" if self.deployment.widths else ""
+                        found[name] = f"split {layout.ways(used)} ways ({why})"
+        return found
 
     @property
     def mesh(self) -> str:
@@ -82,6 +105,8 @@ def start(backend: DeviceBackend, deployments: Sequence[Deployment]) -> Built:
     built = Built(engine, backend.deployments, backend.runners, load, seconds - load)
     for name, reason in built.attention.items():
         logger.info("attention: %s (%s)", name, reason)
+    for name, reason in built.experts.items():
+        logger.info("experts of %s: %s", name, reason)
     return built
 
 

@@ -203,6 +203,7 @@ class LLM:
             "phases": {} if (phases := stats.find(ReshardingState)) is None else asdict(phases),
             "mesh": self._built.mesh,
             "attention": self._built.attention,
+            "experts": self._built.experts,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),
         }

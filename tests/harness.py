@@ -92,22 +92,22 @@ def forward(
     least_size: int = 0,
     num_rows: int | None = None,
     formats: Formats | None = None,
-    experts_sp: int = 1,
+    experts: tuple[int, int] = (1, 1),
 ):
     """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
 
     Prompts are padded to `least_size` tokens at least: those of one size compile once. With
-    `num_rows`, logits are those of so many last tokens, and then of the first one. Experts are
-    stored and used as in the mode that splits tokens `experts_sp` ways.
+    `num_rows`, logits are those of so many last tokens, and then of the first one. `experts`
+    are stored as in the mode that splits tokens so many ways, and used as in another.
     """
     source = HuggingFaceSource(directory)
-    experts = Mode(sp, experts_sp)
-    layout = Layout(source.config, sp, tp, experts_sp=experts_sp)
+    layout = Layout(source.config, sp, tp, experts_sp=experts[0])
+    used = Mode(sp, experts[1])
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     model = define(layout, formats or formats_of("float32"))
     weights = ModeWeights(model, layout, strategy)
     stored = weights.with_head(load(model, layout, mesh, source, silent))
-    params = weights.of(mode, stored, experts)
+    params = weights.of(mode, stored, used)
     size = max(len(token_ids), least_size)
     tokens = round_up(size, sp * tp)
     attention = loops_of(source.config, BLOCK_SIZE)
@@ -116,11 +116,11 @@ def forward(
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
     plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
     inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)
-    parallel = Parallel(layout, mode, experts)
+    parallel = Parallel(layout, mode, used)
 
     def run(params, pools, inputs):
         pools = in_shape(pools, layout, BLOCK_SIZE)
-        llama = model.merge(weights.local(mode, params, experts))
+        llama = model.merge(weights.local(mode, params, used))
         ropes = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(ropes, inputs.attention, attention, parallel)
         hidden, pools = llama(inputs.token_ids, pools, context)
@@ -133,7 +133,7 @@ def forward(
     split = P(TOKEN_AXES) if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
-        mesh=mesh_of(mesh, mode, experts),
+        mesh=mesh_of(mesh, mode, used),
         in_specs=(weights.specs(), pool_spec(), P()),
         out_specs=(split, vocab_spec(), pool_spec()),
         check_vma=False,

@@ -11,16 +11,17 @@ with tokens split `sp` ways:
     all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
     all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
 
-Experts are whole, each on one device, in every mode (expert parallelism over all P). A layer of
-them needs all tokens on every device, so in place of its second all-reduce it has, if sp > 1,
+Experts are used as in a mode of their own, which splits tokens e ways. If e >= sp they move what an
+MLP moves. Else the sp / e devices that share experts bring their tokens together, and beside the
+second all-reduce there are
 
-    all-gather      n * d * b over sp
-    reduce-scatter  (n / sp) * d * b over sp, and an all-reduce of as much over the P / sp devices
+    all-gather      (n / e) * d * b over sp / e
+    reduce-scatter  (n / sp) * d * b over sp / e
 
-and in SHIFT the all-reduce of n * d * b over all P that an MLP has. Where a token has few experts
-its pairs go to them and back instead, if that is fewer bytes: two all-to-alls over all P with room
-for r pairs from each device to each, P * r * d * b, and an all-gather of the tokens that neighbours
-have computed, (n / sp) * d * b over the P / sp devices (`costs.expert_load.room_of_exchange`).
+Where a token has few experts, and all devices split them (e = 1), its pairs go to them and back
+instead, if that is fewer bytes: two all-to-alls over all P with room for r pairs from each device
+to each, P * r * d * b, and an all-gather of the tokens that neighbours have computed, (n / sp) * d
+* b over the P / sp devices (`costs.expert_load.room_of_exchange`).
 What an expert that all tokens use adds goes along in the all-reduce; beside an exchange it has one.
 
 Between pipeline stages hidden states are split over all devices, so that n * d * b bytes cross in

@@ -28,6 +28,7 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, sampling_collectives, step_collectives
+from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.mesh import make_mesh
@@ -77,7 +78,13 @@ class Case(NamedTuple):
     units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
     num_tokens: int = PREFILL.tokens  # of a base step
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
+    experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
+
+    @property
+    def experts(self) -> Mode:
+        """The mode as which the step uses experts."""
+        return Mode(self.sp, self.experts_sp)
 
     @property
     def bucket(self) -> Bucket:
@@ -92,7 +99,8 @@ class Case(NamedTuple):
         if self.late_layers:
             early = self.num_layers - self.late_layers
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
-        return Layout(config, self.sp, self.tp, self.units, self.strategy == "gather")
+        layout = Layout(config, self.sp, self.tp, self.units, self.strategy == "gather")
+        return replace(layout, experts_sp=self.experts_sp, experts_as=self.experts_sp)
 
     @property
     def pool(self) -> PoolOptions:
@@ -136,7 +144,7 @@ class CompiledStep(NamedTuple):
     def shards(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Every declared weight in the mode of the step, as if each were an array."""
         weights = self.step.weights._replace(is_joined=False)
-        return weights.abstract(self.case.mode, self.step.mesh)
+        return weights.abstract(self.case.mode, self.step.mesh, self.case.experts)
 
 
 def modes_of(sp: int) -> list[Mode]:
@@ -181,7 +189,8 @@ class Compiler:
 def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
     """Compile a step the way the engine does."""
     step, pool = define_step(case, devices)
-    params, pools = step.weights.abstract(case.mode, step.mesh), pools_of(step, pool)
+    params = step.weights.abstract(case.mode, step.mesh, case.experts)
+    pools = pools_of(step, pool)
     packing, tables = abstract_inputs(step, pool, case.bucket)
     with dumped_thunks() as (dump, thunks):
         dumping = replace(step, gpu_options={**step.gpu_options, **dump})
@@ -232,6 +241,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         size,
         gpu_options=_options(devices[0], case.gpu_options),
         experts=experts,
+        expert_modes=ExpertModes(layout, by_bytes(case.formats)),
         sampler=case.sampler,
     )
     return step, pool

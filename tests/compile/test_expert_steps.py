@@ -1,6 +1,7 @@
 """Steps with experts, compiled for 8 H200s: nothing of an expert is moved, copied or widened."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import aot
@@ -30,13 +31,18 @@ CASES = [
     Case(8, 1, Mode(8, 8), "fp8", model=QWEN, num_tokens=TOKENS),
     Case(8, 1, Mode(8, 1), "fp8", model=QWEN),
     Case(1, 8, Mode(1, 1), model=QWEN),
+    Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, experts_sp=8),
+    Case(8, 1, Mode(8, 8), "fp8", model=QWEN, num_tokens=TOKENS, experts_sp=8),
+    Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, experts_sp=4),
+    Case(8, 1, Mode(8, 1), model=QWEN, experts_sp=8),
 ]
 EXPERT_KERNELS = {"bf16": 3, "fp8": 4}  # of a layer: rows collected, gated, (codes,) product
 LOOPS = Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, attention="xla")
 
 
 def name_of(case: Case) -> str:
-    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}-{case.attention}"
+    name = f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}-{case.attention}"
+    return name if case.experts_sp == 1 else f"{name}-experts{case.experts_sp}"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +67,8 @@ def loops_of_rows(one: CompiledStep) -> list[str]:
 def test_experts_are_read_where_they_are(case, compiled):
     one = compiled(case)
     item, wider = {"bf16": ("bf16", "f32"), "fp8": ("f8e4m3fn", "bf16")}[case.size]
-    assert stacks(one) == {(16 * 768, 2048), (16 * 2048, 768)}
+    num = 16 * case.experts_sp
+    assert stacks(one) == {(num * 768, 2048), (num * 2048, 768)}
     assert weight_moves(one.text, stacks(one), item) == []
     moves = ("copy", "transpose", "convert", "concatenate", "copy-start")
     large = [i for i in instructions(one.text) if i.opcode in moves]
@@ -75,6 +82,19 @@ def test_experts_are_read_where_they_are(case, compiled):
 def test_collectives_are_predicted_to_the_byte(case, compiled):
     one = compiled(case)
     assert collectives(one.text) == predicted_collectives(one)
+
+
+def test_experts_of_base_move_nothing(compiled):
+    """But for the exchanges of attention, hidden states of sampled rows, and what they sample."""
+    whole, shared = (
+        compiled(Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, experts_sp=sp))
+        for sp in (8, 1)
+    )
+    kinds = Counter(kind for kind, _ in collectives(whole.text).elements())
+    assert kinds["all-to-all"] == 2 * NUM_LAYERS
+    assert kinds["all-gather"] == kinds["reduce-scatter"] == 0
+    of_experts = Counter(kind for kind, _ in collectives(shared.text).elements()) - kinds
+    assert of_experts == {"all-gather": NUM_LAYERS, "reduce-scatter": NUM_LAYERS}
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

@@ -64,25 +64,33 @@ def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
 
 
 OF_EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss", "llama4_text", "gemma4_experts")
-# (sp, tp, as which weights and as which experts are split): every relation of the two, and padding.
-USES = [(4, 2, m, e) for m in (4, 2, 1) for e in (4, 2, 1)]
-USES += [(8, 1, 8, 8), (8, 1, 2, 8), (8, 1, 8, 2), (2, 2, 2, 2), (2, 4, 2, 2), (2, 4, 1, 2)]
+# (sp, tp), then how many ways modes split tokens: the step's, and those as which experts are stored
+# and used. Every relation of the two, and padding.
+USES = [(4, 2, m, 4, e) for m in (4, 2, 1) for e in (4, 2, 1)]
+USES += [(8, 1, 8, 8, 8), (8, 1, 2, 8, 8), (8, 1, 8, 8, 2), (2, 2, 2, 2, 2), (2, 4, 1, 2, 2)]
+USES += [(4, 2, 4, 2, 1), (4, 2, 4, 2, 2), (8, 1, 1, 4, 2)]
 USE_CASES = [(name, *use) for name in OF_EXPERTS for use in USES]
-QUICK_USES = [("qwen2_moe", 4, 2, 2, 4), ("llama4_text", 4, 2, 4, 2), ("gpt_oss", 4, 2, 4, 4)]
+QUICK_USES = [
+    ("qwen2_moe", 4, 2, 2, 4, 4),
+    ("llama4_text", 4, 2, 4, 4, 2),
+    ("gpt_oss", 4, 2, 4, 2, 1),
+]
 
 
-@pytest.mark.parametrize(("name", "sp", "tp", "m", "e"), quick(USE_CASES, *QUICK_USES))
-def test_every_use_of_experts_equals_transformers(name, sp, tp, m, e):
-    check(name, sp, tp, Mode(sp, m), "alias", e)
+@pytest.mark.parametrize(("name", "sp", "tp", "m", "stored", "used"), quick(USE_CASES, *QUICK_USES))
+def test_every_use_of_experts_equals_transformers(name, sp, tp, m, stored, used):
+    check(name, sp, tp, Mode(sp, m), "alias", (stored, used))
 
 
-def check(name: str, sp: int, tp: int, mode: Mode, strategy: str, experts_sp: int = 1) -> None:
+def check(
+    name: str, sp: int, tp: int, mode: Mode, strategy: str, experts: tuple[int, int] = (1, 1)
+) -> None:
     expected = np.load(DATA / name / "expected.npz")
     prompts = [expected[f"token_ids_{i}"].tolist() for i in range(2)]
     longest = max(map(len, prompts))
     for i, token_ids in enumerate(prompts):
         hidden, logits, _ = forward(
-            DATA / name, token_ids, sp, tp, mode, strategy, longest, experts_sp=experts_sp
+            DATA / name, token_ids, sp, tp, mode, strategy, longest, experts=experts
         )
         if (kept := expected.get(f"kept_{i}")) is not None:
             hidden, logits = [states[kept] for states in hidden], logits[kept]

@@ -5,6 +5,7 @@ from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
+from rows_experts import ROWS as EXPERTS
 from rows_four_bits import ROWS as FOUR_BITS
 from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
@@ -17,6 +18,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *FOUR_BITS, *HEADS, *PLANS, *REPRODUCE),
-    *(*REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
+    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *HEADS, *PLANS),
+    *(*REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
 )
