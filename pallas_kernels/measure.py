@@ -114,6 +114,10 @@ class WriteShape(NamedTuple):
         return elements * (2 + jnp.dtype(self.dtype).itemsize)
 
 
+# Inputs that share a scale, and its type, of weights of four bits.
+FOUR_BIT_GROUPS = {"mxfp4": (32, "uint8"), "int4": (128, "float32")}
+
+
 class ExpertsShape(NamedTuple):
     """Tokens, each with `k` experts of `experts`, the first `own` of which are this device's."""
 
@@ -123,7 +127,7 @@ class ExpertsShape(NamedTuple):
     experts: int = 128
     own: int = 16
     k: int = 8
-    dtype: str = "bfloat16"  # of the weights
+    dtype: str = "bfloat16"  # of the weights; or a name of `FOUR_BIT_GROUPS`
     unit: str = "TFLOP/s"
     kernel = "experts"
 
@@ -140,7 +144,15 @@ class ExpertsShape(NamedTuple):
         own = chosen[chosen >= 0]
         if self.unit == "TFLOP/s":
             return 2 * size * len(own)
-        return size * len(np.unique(own)) * jnp.dtype(self.dtype).itemsize
+        return round(size * len(np.unique(own)) * self.weight_bytes)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of a weight; of four bits with its part of a scale."""
+        if self.dtype not in FOUR_BIT_GROUPS:
+            return jnp.dtype(self.dtype).itemsize
+        group, scale = FOUR_BIT_GROUPS[self.dtype]
+        return 0.5 + jnp.dtype(scale).itemsize / group
 
 
 Shape = DecodeShape | PrefillShape | WriteShape

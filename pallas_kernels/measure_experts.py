@@ -1,5 +1,6 @@
 """How fast the experts of one device are, and whether they are right, as `measure` asks it."""
 
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,13 @@ import numpy as np
 from pallas_kernels import reference
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
 from pallas_kernels.grouped_work import ExpertWeights, sort_pairs
-from pallas_kernels.measure import Calls, Effort, ExpertsShape, chain_seconds
+from pallas_kernels.measure import (
+    FOUR_BIT_GROUPS,
+    Calls,
+    Effort,
+    ExpertsShape,
+    chain_seconds,
+)
 from pallas_kernels.mosaic import FP8
 
 
@@ -20,6 +27,9 @@ def make_weights(shape: ExpertsShape) -> ExpertWeights:
     def make(seed: jax.Array) -> ExpertWeights:
         keys, (inner, outer) = jax.random.split(seed, 3), (shape.width, shape.hidden)
         sizes = [(shape.own, inner, outer)] * 2 + [(shape.own, outer, inner)]
+        if shape.dtype in FOUR_BIT_GROUPS:
+            parts = [_draw_codes(shape, *one) for one in zip(keys, sizes, strict=True)]
+            return ExpertWeights(*[codes for codes, _ in parts], *[scale for _, scale in parts])
         matrices = [
             (jax.random.normal(key, size, jnp.bfloat16) * jnp.bfloat16(size[2] ** -0.5))
             for key, size in zip(keys, sizes, strict=True)
@@ -30,6 +40,20 @@ def make_weights(shape: ExpertsShape) -> ExpertWeights:
         return ExpertWeights(*[(m * jnp.bfloat16(128)).astype(FP8) for m in matrices], *scales)
 
     return make(jax.random.key(1))
+
+
+def _draw_codes(
+    shape: ExpertsShape, key: jax.Array, size: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return random codes of four bits, and scales of which no two neighbours need be the same."""
+    (experts, outputs, inputs), (group, dtype) = size, FOUR_BIT_GROUPS[shape.dtype]
+    of_codes, of_scales = jax.random.split(key)
+    codes = jax.random.bits(of_codes, (experts, outputs, inputs // 2), jnp.uint8)
+    less = jax.random.randint(of_scales, (experts, inputs // group, outputs), 1, 3)
+    exponent = -round(math.log2(inputs) / 2) - less
+    if dtype == "uint8":
+        return codes, (127 + exponent).astype(jnp.uint8)
+    return codes, jnp.exp2(exponent.astype(jnp.float32)) * 0.7
 
 
 def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> Calls:

@@ -59,11 +59,16 @@ def experts(
 ) -> Float64[np.ndarray, "tokens k hidden"]:
     """Return gain * down(silu(gate x) * up x) of every expert that is chosen; -1 gives zeros.
 
-    Where weights are codes, what they multiply is rounded to codes, a scale a row.
+    Where weights are codes of eight bits, what they multiply is rounded to codes, a scale a row.
     """
-    out, are_codes = np.zeros((*np.shape(chosen), x.shape[1])), weights.gate_scale is not None
+    out, is_packed = np.zeros((*np.shape(chosen), x.shape[1])), weights.are_four_bits
+    are_codes = weights.gate_scale is not None and not is_packed
     for expert in np.unique(np.asarray(chosen)[np.asarray(chosen) >= 0]):
-        gate, up, down = (np.asarray(matrix[expert]).astype(np.float64) for matrix in weights[:3])
+        if is_packed:
+            matrices = (four_bits(weights, name, expert) for name in ("gate", "up", "down"))
+        else:
+            matrices = (np.asarray(matrix[expert]).astype(np.float64) for matrix in weights[:3])
+        gate, up, down = matrices
         rows = np.asarray(x)[(chosen == expert).any(axis=1)].astype(np.float64)
         if are_codes:
             scales = (np.asarray(scale)[expert, :, None] for scale in weights[3:6])
@@ -75,6 +80,24 @@ def experts(
             inner = rounded_to_codes(inner)
         out[chosen == expert] = inner @ down.T
     return out * np.asarray(gains)[..., None]
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def four_bits(
+    weights: ExpertWeights, name: str, expert: int
+) -> Float64[np.ndarray, "outputs inputs"]:
+    """Return what the codes of a matrix of an expert stand for."""
+    codes, scale = (np.asarray(getattr(weights, each)[expert]) for each in (name, f"{name}_scale"))
+    numbers = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1).astype(np.int64)
+    group = numbers.shape[1] // scale.shape[0]
+    units = np.repeat(scale.astype(np.float64), group, axis=0).T
+    if scale.dtype == np.uint8:
+        return np.concatenate([E2M1, -E2M1])[numbers] * 2.0 ** (units - 127)
+    zeros = getattr(weights, f"{name}_zero")
+    zero = 8 if zeros is None else np.repeat(np.asarray(zeros[expert]).astype(int), group, axis=0).T
+    return (numbers - zero) * units
 
 
 def rounded_to_codes(x: Float64[np.ndarray, "rows width"]) -> Float64[np.ndarray, "rows width"]:

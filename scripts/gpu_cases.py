@@ -43,12 +43,16 @@ SHAPES: Shapes = {
     },
 }
 _DECODES, _CHUNK = ExpertsShape(64, unit="GB/s"), ExpertsShape(4096)
+_GPT_OSS: dict[str, Any] = {"hidden": 2880, "width": 2880, "k": 4}
 EXPERTS = {  # of one of 8 devices, each with an eighth of them
     "Qwen3-30B-A3B, 64 tokens": _DECODES,
     "Qwen3-30B-A3B, 64 tokens, fp8": _DECODES._replace(dtype=FP8),
-    "GPT-OSS-120B, 64 tokens, fp8": _DECODES._replace(dtype=FP8, hidden=2880, width=2880, k=4),
+    "GPT-OSS-120B, 64 tokens, fp8": _DECODES._replace(dtype=FP8, **_GPT_OSS),
+    "GPT-OSS-120B, 64 tokens, mxfp4": _DECODES._replace(dtype="mxfp4", **_GPT_OSS),
+    "Qwen3-30B-A3B, 64 tokens, int4": _DECODES._replace(dtype="int4"),
     "Qwen3-30B-A3B, 4,096 tokens": _CHUNK,
     "Qwen3-30B-A3B, 4,096 tokens, fp8": _CHUNK._replace(dtype=FP8),
+    "GPT-OSS-120B, 4,096 tokens, mxfp4": _CHUNK._replace(dtype="mxfp4", **_GPT_OSS),
     "Mixtral 8x7B, 4,096 tokens": ExpertsShape(4096, 4096, 14_336, experts=8, own=1, k=2),
 }
 DRY_EXPERTS = {"dry": ExpertsShape(6, 64, 64, 4, 2, 2, FP8, "GB/s")}

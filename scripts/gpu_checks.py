@@ -53,7 +53,7 @@ PADDING = 7  # tokens, and sequences, beyond the real ones
 # Relative error of a token's head, in the norm: rounding of the probabilities and of the output.
 LIMITS = {jnp.bfloat16: 1e-2, jnp.float16: 2e-3}
 # The same, of what experts add; codes that fall to the other side of a tie are off by 6%.
-EXPERT_LIMITS = {"bfloat16": 1e-2, "float8_e4m3fn": 2e-2}
+EXPERT_LIMITS = {"bfloat16": 1e-2, "float8_e4m3fn": 2e-2, "mxfp4": 1e-2, "int4": 1e-2}
 RUNS = 3  # of every step: a race shows as bits that differ
 
 

@@ -19,7 +19,7 @@ from gpu_cases import EXPERTS, FP8, SHAPES
 from gpu_parts import ENGINES, LARGE, LARGEST, MEMORY_SHARE
 from gpu_writes import WRITES
 
-from pallas_kernels.measure import ExpertsShape, PrefillShape
+from pallas_kernels.measure import FOUR_BIT_GROUPS, ExpertsShape, PrefillShape
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -43,6 +43,10 @@ STREAM_US = 1.5  # more from one kernel to the next one where they are launched,
 EXPERTS_FIXED_US = (12.0, 22.0, 40.0)
 EXPERTS_PRODUCT = (0.9, 0.75, 0.55)
 EXPERTS_ROW_TRAFFIC = (2.0, 5.0, 8.0)
+# Of experts of four bits: seconds of decodes beside those of reading, and shares of the GEMM. A
+# word of eight codes takes 19 instructions, 15 of them at 64 lanes a cycle: 3.8 TB/s of codes at
+# 1.7 GHz, if all else overlaps. The products of a step wait for its operands.
+FOUR_BIT_READING, FOUR_BIT_PRODUCT = (1.0, 1.35, 2.2), (0.8, 0.5, 0.3)
 BLOCKED_US = (150.0, 400.0, 900.0)  # host and launch, where the sampler makes the host wait
 LOOP_TRAFFIC = (2.0, 3.0, 6.0)  # keys and values are read, written side by side, and read again
 # Small messages on 8 GPUs: 12 us, and 50 us for 4 MiB on H100 (vLLM pull request 42324).
@@ -142,8 +146,11 @@ def _experts(machine: Machine) -> list[dict[str, Any]]:
     rows = []
     for name, shape in EXPERTS.items():
         if shape.unit == "GB/s":
-            seconds = [share * shape.amount / copy for share in (1.0, 1.1, 1.35)]
+            is_packed = shape.dtype in FOUR_BIT_GROUPS
+            shares = FOUR_BIT_READING if is_packed else (1.0, 1.1, 1.35)
+            seconds = [share * shape.amount / copy for share in shares]
             decides = "higher by a constant: launches of the division; by a factor: stages, tiles"
+            decides += ", or what widens codes" * is_packed
         else:
             seconds = _chunk_seconds(shape, machine, copy)
             decides = "higher: the last wave of items, then rows collected and put in order"
@@ -160,9 +167,10 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
     peak = GEMM * machine.matmul_flops["bfloat16"] * (1.6 if is_fp8 else 1.0)
     products = shape.amount * tiles * 128 / sum(sizes) / peak
     row_bytes = BF16_BYTES * sum(sizes) * (shape.hidden + shape.width) / copy
+    own = FOUR_BIT_PRODUCT if shape.dtype in FOUR_BIT_GROUPS else EXPERTS_PRODUCT
     return [
         products / share + traffic * row_bytes
-        for share, traffic in zip(EXPERTS_PRODUCT, EXPERTS_ROW_TRAFFIC, strict=True)
+        for share, traffic in zip(own, EXPERTS_ROW_TRAFFIC, strict=True)
     ]
 
 

@@ -24,7 +24,7 @@ from lean import greedy, greedy_collectives
 
 from serving.bench.thunks import Thunk, dumped_thunks, top_level
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.formats import FORMATS, Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, sampling_collectives, step_collectives
@@ -112,8 +112,9 @@ class Case(NamedTuple):
 
     @property
     def formats(self) -> Formats:
-        """Of size "fp8" the matrices are codes, and so is the KV cache."""
-        return Formats() if self.size == "bf16" else Formats("fp8", "fp8")
+        """Of size "fp8" the matrices are codes, and so is the KV cache; else of a format's name."""
+        own = {"bf16": Formats(), "fp8": Formats("fp8", "fp8")}
+        return own[self.size] if self.size in own else formats_of(self.size)
 
     @property
     def kv_dtype(self) -> np.dtype:

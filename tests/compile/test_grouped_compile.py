@@ -12,11 +12,13 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp  # noqa: E402
+from pallas_kernels.grouped_problem import MAX_STAGES  # noqa: E402
 from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed, most_tiles  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 SM_REGISTERS = 65536
 THREADS = 3 * 128  # of a thread block of the products
+WIDENED = r"mul\S*\.bf16x2"
 WGMMA, TMA_LOAD = r"wgmma\.mma_async", r"cp\.async\.bulk\.tensor\.\dd\.shared"
 
 
@@ -33,6 +35,14 @@ class Case(NamedTuple):
     chip: str = "h100"
     is_limited: bool = False  # clamped, with biases
     parts: tuple[int, int] = (1, 1)  # of the contractions
+    group: int = 0  # of codes of four bits, in units of scales of a type
+    scale_dtype: Any = None
+    has_zeros: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Of what the products read of activations."""
+        return 1 if self.weight_dtype == FP8 else 2
 
     @property
     def beside(self) -> list[str]:
@@ -41,6 +51,8 @@ class Case(NamedTuple):
         return others + ["grouped_combine"] * (self.parts[0] > 1)
 
 
+MXFP4: dict[str, Any] = {"weight_dtype": jnp.uint8, "group": 32, "scale_dtype": jnp.uint8}
+INT4: dict[str, Any] = {"weight_dtype": jnp.uint8, "group": 128, "scale_dtype": jnp.float32}
 CASES = {
     "Qwen3-30B-A3B, chunks": Case(2048, 768, 16, 8, 4096, 128),
     "Qwen3-30B-A3B, decodes, codes": Case(2048, 768, 16, 8, 64, 16, FP8),
@@ -53,6 +65,18 @@ CASES = {
     "GPT-OSS 120B, large tiles, cut": Case(
         2880, 2880, 1, 4, 64, 128, is_limited=True, parts=(5, 9)
     ),
+    "GPT-OSS 120B on one device, four bits": Case(
+        2880, 2880, 128, 4, 64, 16, chip="h200", is_limited=True, **MXFP4
+    ),
+    "GPT-OSS 120B, chunks, four bits": Case(2880, 2880, 16, 4, 4096, 128, is_limited=True, **MXFP4),
+    "GPT-OSS 120B, few rows, four bits": Case(
+        2880, 2880, 16, 4, 8, 16, is_limited=True, parts=(4, 8), **MXFP4
+    ),
+    "Qwen3-30B-A3B, decodes, integers": Case(2048, 768, 16, 8, 64, 16, has_zeros=True, **INT4),
+    "Mixtral 8x7B, chunks, integers": Case(4096, 14336, 1, 2, 4096, 128, **INT4),
+    "Scout on two devices, integers": Case(
+        5120, 8192, 8, 1, 256, 32, chip="h200", **(INT4 | {"group": 32})
+    ),
 }
 
 
@@ -63,13 +87,23 @@ def struct(shape: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStru
 def compile_case(case: Case) -> aot.Compiled:
     """Compile the sum over a token's experts, as a layer has it."""
     inner, outer = [(case.experts, n) for n in (case.width, case.hidden)]
-    weights = [(*inner, case.hidden), (*inner, case.hidden), (*outer, case.width)]
+    halved = 2 if case.group else 1
+    weights = [
+        (*size, n // halved)
+        for size, n in ((inner, case.hidden), (inner, case.hidden), (outer, case.width))
+    ]
     scales = [struct(n, jnp.float32) for n in (inner, inner, outer)]
+    zeros = None
+    if case.group:
+        groups = [(n[0], 2 * n[2] // case.group, n[1]) for n in weights]
+        scales = [struct(n, case.scale_dtype) for n in groups]
+        zeros = [struct(n, jnp.uint8) for n in groups]
     biases = [struct(n, jnp.bfloat16) for n in (inner, inner, outer)]
     weights = ExpertWeights(
         *(struct(shape, case.weight_dtype) for shape in weights),
-        *(scales if case.weight_dtype == FP8 else [None] * 3),
+        *(scales if case.group or case.weight_dtype == FP8 else [None] * 3),
         *(biases if case.is_limited else [None] * 3),
+        *(zeros if zeros and case.has_zeros else [None] * 3),
     )
     gate = Gate(1.702, 7.0) if case.is_limited else SILU
     pairs = case.tokens, case.k
@@ -94,10 +128,13 @@ def test_the_products_fit_the_chip(name, capsys):
         program = compile_case(case)
     kernels = {kernel.name.split("_mosaic")[0]: kernel for kernel in program.kernels}
     assert sorted(kernels) == sorted([*case.beside, "grouped_gated", "grouped_product"])
-    item = jnp.dtype(case.weight_dtype).itemsize
+    item = case.item_bytes
     products = ("grouped_gated", case.hidden), ("grouped_product", case.width)
     for (product, contraction), parts in zip(products, case.parts, strict=True):
         kernel, step_bytes = kernels[product], 64 if contraction * item % 128 else 128
+        if case.group:
+            step_bytes = 256
+            assert kernel.count(WIDENED) == 2 * 128 // 4  # pairs of a thread, two channels of both
         count = 2 * step_bytes // 32  # of both operands, 32 bytes at a time
         assert kernel.count(WGMMA) in (count, 2 * count, 3 * count)  # a loop may be unrolled
         assert kernel.count(TMA_LOAD) > 0
@@ -106,8 +143,12 @@ def test_the_products_fit_the_chip(name, capsys):
         assert THREADS * kernel.registers <= SM_REGISTERS
     assert all(kernels[other].registers <= 40 for other in case.beside if "combine" not in other)
     stage = (2 * 128 + case.rows) * 128
+    if case.group:
+        own = max(1, 128 // case.group) * (case.scale_dtype.dtype.itemsize + case.has_zeros)
+        stage = 2 * 128 * (64 + own) + case.rows * 256
     shared = max(program.shared_memory_bytes)
-    assert shared <= aot.SHARED_MEMORY_LIMIT < shared + stage  # as deep as fits
+    assert shared <= aot.SHARED_MEMORY_LIMIT
+    assert shared + stage > aot.SHARED_MEMORY_LIMIT or shared >= MAX_STAGES * stage  # as fits
     check_what_is_made(case, program)
 
 
@@ -131,7 +172,7 @@ def sums_bytes(case: Case) -> tuple[int, int]:
 def check_what_is_made(case: Case, program: aot.Compiled) -> None:
     """No weight is copied, no array of all pairs is made but for tiles, two of them at a time."""
     made = entry(program.executable.as_text())
-    item = jnp.dtype(case.weight_dtype).itemsize
+    item = case.item_bytes
     calls = [one for one in made if one.opcode == "custom-call"]
     assert len(calls) == 2 + len(case.beside)
     rows = case.rows * most_tiles(case.tokens * case.k, case.experts, case.rows)
@@ -144,5 +185,7 @@ def check_what_is_made(case: Case, program: aot.Compiled) -> None:
         inner + codes,
         (codes or inner) + (down_sums or given),
     )
+    if case.group:  # tokens in another order, too
+        most += case.hidden * 2
     small = 32 * (rows + case.tokens * case.k) + 4096
     assert program.executable.memory_analysis().temp_size_in_bytes <= rows * most + small

@@ -12,7 +12,40 @@ TEST_DEVICE = "tests/device/test_four_bits.py"
 SAID = f"{TEST_DEVICE}::test_codes_on_devices_say_the_numbers_of_the_file"
 QUANTISED = "tests/weights/test_quantised_checkpoints.py"
 
+KERNEL_PRODUCTS = "tests/kernels/test_grouped.py::test_every_own_pair_is_its_experts_mlp"
+
 ROWS = (
+    Mutant(
+        "kernels read the halves of bytes as each other", "kernels", "pallas_kernels/four_bits.py",
+        "_shifted(word, 12 - 4 * pair), _shifted(word, 6 - 4 * pair)",
+        "_shifted(word, 12 - 4 * (pair ^ 1)), _shifted(word, 6 - 4 * (pair ^ 1))",
+        ("tests/kernels/test_four_bits.py::test_every_word_has_its_eight_numbers",),
+        "neighbouring inputs change places",
+    ),
+    Mutant(
+        "kernels give a group the scale of the next", "kernels", "pallas_kernels/grouped_fetch.py",
+        "(item.part * problem.steps + k) * problem.step, jnp",
+        "(item.part * problem.steps + k + 1) * problem.step, jnp",
+        (KERNEL_PRODUCTS,), "texts are plausible and wrong",
+    ),
+    Mutant(
+        "kernels drop the last group of a row", "kernels", "pallas_kernels/four_bits.py",
+        "first = unit * UNIT // coded.group",
+        "first = min(unit, units - 2) * UNIT // coded.group",
+        (KERNEL_PRODUCTS,), "its inputs are in units of the group before",
+    ),
+    Mutant(
+        "threads of a row have the scales of the other group", "kernels",
+        "pallas_kernels/four_bits.py", "(-6,), (-2, -3, same))", "(-6,), (-3, -2, same))",
+        ("tests/kernels/test_four_bits.py::test_threads_hold_what_instructions_take",),
+        "only a GPU shows it",
+    ),
+    Mutant(
+        "channels of gate and up are turned another way", "kernels", "pallas_kernels/four_bits.py",
+        "(-9, -5), (-11, -7, -2))", "(-9, -7), (-11, -5, -2))",
+        ("tests/kernels/test_four_bits.py::test_threads_hold_what_instructions_take",),
+        "only a GPU shows it",
+    ),
     Mutant(
         "the upper four bits come first", "weights", PRODUCTS,
         "jnp.stack([codes & 15, codes >> 4], axis=1)",
