@@ -176,10 +176,11 @@ class ParallelOptions:
         "shift weights: a view of the base weights; gather: these alone are stored, and base steps "
         "gather them, layer by layer",
     )
-    experts: Literal["auto", "whole", "all"] = option(
+    experts: str = option(
         "auto",
         "how far devices split experts. auto: each step as it is quickest, out of as many whole "
-        "ones as fit; whole: as all other weights, in every step; all: over all devices",
+        "ones as fit; a number: the same, but at least so many ways; whole: as all other weights, "
+        "in every step; all: over all devices",
     )
     experts_as: int | None = control(
         None, "all steps use experts as in the mode that splits tokens so many ways, or the nearest"

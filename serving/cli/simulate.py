@@ -32,7 +32,6 @@ from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
-    all_deployments,
     beside_in_words,
     degree_flags,
     fleet_estimates,
@@ -40,11 +39,13 @@ from shiftjax.sim.planning import (
     hosts_in_words,
     recommend,
     stages_in_words,
+    table_of,
 )
 from shiftjax.sim.refused import refused_in_words
 from shiftjax.sim.replay import Replay
 from shiftjax.sim.report import Report, breakdown_bars, memory_bars, roofline
 from shiftjax.sim.serve_command import serve_command
+from shiftjax.sim.stored_experts import step_rows
 
 FLEET_HEADING = (
     "fleets: groups of units, all of which hold the model, come and go with traffic; times are of "
@@ -73,8 +74,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         return decide(arguments, sought, lambda: _workload(arguments, asked.target), requests)
     target, settings, own, options = asked_of(arguments)
     workload = _workload(arguments, target)
-    deployments = [*own, *all_deployments(target, **settings)]
-    estimates = [estimate(target, deployment, workload) for deployment in deployments]
+    estimates = [estimate(target, each, workload) for each in own]
+    estimates += table_of(target, workload, **settings)
     to_compile = _to_compile(arguments.compile, target, estimates)
     print(_heading(target, workload))
     rows = [one.row() for one in estimates]
@@ -92,6 +93,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     print(reason)
     command = serve_command(arguments.model or target.model.name, best)
     print(f"start: {command}\ntry:   {command} --simulate {arguments.machine}")
+    if steps := step_rows(target, best):
+        print(f"\nsteps, and how far they split the experts:\n{as_text(steps)}\n")
     of_best = estimate(target, best, workload)
     beside = (beside_in_words(one, of_best) for one in estimates[: len(own)])
     more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
@@ -102,6 +105,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     if arguments.out:
         report = _plan_report(target, estimates, arguments.out)
         report.table("fleets", fleets, "fleets")
+        if steps:
+            report.table("experts by steps", steps, "expert_steps")
         if compiled:
             report.table("compiled", compiled, "compiled")
             write_rows(arguments.out, "kernels", kernels)

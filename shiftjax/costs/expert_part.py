@@ -93,4 +93,9 @@ def in_words(layout: Layout, best: Mode, seconds: Mapping[Mode, float]) -> str:
     others = {used: each for used, each in seconds.items() if used != best}
     second = min(others, key=others.__getitem__)
     more = others[second] / seconds[best] - 1 if seconds[best] else 0.0
-    return f"{layout.ways(second)} ways would take {more:.0%} longer"
+    return f"{ways_in_words(layout.ways(second))} would take {more:.0%} longer"
+
+
+def ways_in_words(ways: int) -> str:
+    """How far experts are split, for people."""
+    return "whole ones" if ways == 1 else f"{ways} ways"

@@ -16,6 +16,7 @@ from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.memory import weight_bytes
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
 
@@ -24,6 +25,8 @@ def expert_problems(parallel: ParallelOptions, model: ModelConfig) -> list[str]:
     if parallel.experts == "auto":
         return []
     given = f"experts = {parallel.experts}"
+    if parallel.experts not in ("whole", "all") and not _ways(parallel):
+        return [f"{given} is none of auto, whole, all, and no number of ways"]
     if model.experts is None:
         return [f"{given} has no meaning for {model.name}, which has none: drop it"]
     if parallel.experts == "whole" and parallel.gathers:
@@ -32,13 +35,19 @@ def expert_problems(parallel: ParallelOptions, model: ModelConfig) -> list[str]:
     return []
 
 
+def _ways(parallel: ParallelOptions) -> int:
+    """How many ways experts are split at least; 0: the settings give no number."""
+    return int(parallel.experts) if parallel.experts.isascii() and parallel.experts.isdigit() else 0
+
+
 def with_experts(
     layout: Layout, parallel: ParallelOptions, formats: Formats, widths: tuple[int, ...], room: int
 ) -> Layout:
     """Return the layout of a group, or of one of a fleet of `widths`, with its experts stored.
 
     As the settings say; `auto` and a forced degree split them least of all whose share of the
-    weights fits in `room` bytes of a device, or over all devices where none does.
+    weights fits in `room` bytes of a device, or over all devices where none does. Raises
+    ConfigError for a number of ways that the group cannot split them.
     """
     if layout.model.experts is None or parallel.experts == "all" or layout.gathers:
         return layout
@@ -46,6 +55,12 @@ def with_experts(
         least = math.lcm(*widths)
     elif parallel.experts == "whole":
         least = layout.sp
+    elif ways := _ways(parallel):
+        possible = {layout.ways(mode): mode.sp for mode in layout.modes}
+        if ways not in possible:
+            given = f"experts = {ways}: sp = {layout.sp} and tp = {layout.tp} can split them"
+            raise ConfigError([f"{given} {' or '.join(map(str, sorted(possible)))} ways"])
+        least = possible[ways]
     else:
         copies = parallel.shift_weights is not None and parallel.experts_as is None
         least = 1 if copies else _least_that_fits(layout, parallel.pp, formats, room)

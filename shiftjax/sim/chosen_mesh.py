@@ -10,9 +10,11 @@ from dataclasses import replace
 
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.options import ConfigError
-from shiftjax.sim.estimate import Workload, estimate
+from shiftjax.sim.best_row import best_of
+from shiftjax.sim.estimate import Workload
 from shiftjax.sim.modelled import Target
-from shiftjax.sim.planning import all_deployments, best_of
+from shiftjax.sim.planning import all_deployments
+from shiftjax.sim.stored_experts import estimate_stored
 
 PROMPT, OUTPUT = 4096, 250  # tokens of the requests that a mesh is chosen for
 _OWN = (*SERVER_BUDGETS, "block_size", "memory_fraction", "max_model_len", "prefix_caching")
@@ -34,7 +36,7 @@ def leaves_mesh_open(config: EngineConfig, target: Target) -> bool:
 
 
 def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
-    """The settings with dp, sp and tp of the recommended row, where they leave these open.
+    """The settings with the mesh and the experts of the recommended row, where they are open.
 
     As they are for a dense model, and where nothing fits: whoever resolves them says why.
     """
@@ -52,12 +54,16 @@ def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
     except ConfigError:
         return config
     plain = [each for each in deployments if each.pp == 1 and not each.layout.gathers]
-    best = best_of([estimate(target, each, workload) for each in plain], workload)
+    best = best_of([estimate_stored(target, each, workload) for each in plain], workload)
     if best is None:
         return config
     dp, sp, tp = (getattr(best.deployment, name) for name in ("dp", "sp", "tp"))
+    degrees = {"dp": dp, "sp": sp, "tp": tp}
+    if config.parallel.experts == "auto" and sp > 1:
+        layout = best.deployment.layout
+        degrees["experts"] = str(layout.num_devices // layout.experts_sp)
     logger.info(
-        "experts on %d devices: dp %d, sp %d, tp %d by predicted costs; --sp and --tp say others",
-        *(devices, dp, sp, tp),
+        "experts on %d devices: %s by predicted costs; flags of these names say others",
+        *(devices, ", ".join(f"{name} {value}" for name, value in degrees.items())),
     )
-    return replace(config, parallel=replace(config.parallel, dp=dp, sp=sp, tp=tp))
+    return replace(config, parallel=replace(config.parallel, **degrees))

@@ -63,6 +63,7 @@ class Estimate:
         memory, gigabyte, deployment = self.memory, 1e9, self.deployment
         return {
             **{name: getattr(deployment, name) for name in ("name", "dp", "pp", "sp", "tp")},
+            **_experts(deployment.layout),
             "fits": self.why_not or True,
             "weights_gb": memory.weight_bytes / gigabyte,
             "shift_copy_gb": memory.shift_weight_bytes / gigabyte,
@@ -76,6 +77,13 @@ class Estimate:
         """Its columns of latencies and throughput; None where nothing fits."""
         names = ("ttft_seconds", "tpot_seconds", "tokens_per_second")
         return {name: getattr(self, name) if self.fits else None for name in names}
+
+
+def _experts(layout: Layout) -> dict[str, int]:
+    """How many ways devices split the experts that they store, where there are some."""
+    if layout.model.experts is None:
+        return {}
+    return {"experts_split": layout.ways(layout.least_split)}
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:

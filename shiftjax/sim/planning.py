@@ -1,7 +1,6 @@
 """Which deployments a machine offers, and which one to take, in words. No JAX."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -12,10 +11,12 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
+from shiftjax.sim.best_row import AS_NEAR, GOALS, best_of
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
 from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
 from shiftjax.sim.named import FLEET, deploy
 from shiftjax.sim.phase_rates import all_degrees
+from shiftjax.sim.stored_experts import estimate_stored
 
 
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
@@ -34,6 +35,12 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
         elif sp == 1 and target.model.num_layers % pp == 0 and drafts.speculation == "none":
             found.append(deploy(target, degrees.name, **budgets))
     return found + gathered_deployments(target, **budgets)
+
+
+def table_of(target: Target, workload: Workload, **budgets: Any) -> list[Estimate]:
+    """What each of them does with such requests, with experts as they are best stored for these."""
+    deployments = all_deployments(target, **budgets)
+    return [estimate_stored(target, each, workload) for each in deployments]
 
 
 def gathered_deployments(target: Target, **budgets: Any) -> list[Deployment]:
@@ -102,21 +109,6 @@ def stages_in_words(estimates: Sequence[Estimate]) -> str:
 
 # ------------------------------------------------------------------ the best row
 
-Cost = Callable[[Estimate, Workload], float]
-
-GOALS: Mapping[str, Cost] = MappingProxyType(
-    {
-        "ttft": lambda one, _: one.ttft_seconds,
-        "tpot": lambda one, _: one.tpot_seconds,
-        "latency": lambda one, workload: one.alone_seconds(workload),
-        "throughput": lambda one, _: -one.tokens_per_second,
-    }
-)
-"""What of a row is the less the better; without a goal, all columns count (`distances`)."""
-DIGITS = 6  # in which rows have to differ, to be better or worse
-AS_NEAR = (
-    1.02  # rows no further behind than the nearest by this factor are as near: predictions err
-)
 IN_WORDS = MappingProxyType(
     {
         "ttft": "is the first with its first token",
@@ -127,53 +119,6 @@ IN_WORDS = MappingProxyType(
 )
 
 
-def distances(estimates: Sequence[Estimate]) -> list[float]:
-    """How far each row is behind the best of each column, 1 for a row that is best in all.
-
-    The geometric mean of the ratios to the least TTFT, the least TPOT and the most tokens per
-    second. A row that another is better than in one column, and equal to in the others, is
-    further behind than that: the first is behind none in all columns.
-    """
-    ttft = min(one.ttft_seconds for one in estimates)
-    tpot = min(one.tpot_seconds for one in estimates)
-    most = max(one.tokens_per_second for one in estimates)
-    ratios = (
-        (e.ttft_seconds / ttft, e.tpot_seconds / tpot, most / e.tokens_per_second)
-        for e in estimates
-    )
-    return [math.prod(each) ** (1 / 3) for each in ratios]
-
-
-def best_of(
-    estimates: Sequence[Estimate], workload: Workload, goal: str | None = None
-) -> Estimate | None:
-    """The row that is best for a goal, of equals the nearest to the best in all columns.
-
-    Without a goal, of the rows that are `AS_NEAR` as the nearest the one with most tokens per
-    second, for that is what is short in a burst. Of equal ones the one with the least SP, which has
-    fewer modes to compile. None: nothing fits.
-    """
-    fitting = [one for one in estimates if one.fits]
-    if not fitting:
-        return None
-
-    behind = distances(fitting)
-    most = AS_NEAR * min(behind) if goal is None else math.inf
-    cost = GOALS[goal or "throughput"]
-
-    def rank(pair: tuple[float, Estimate]) -> tuple[float, float, int, int]:
-        far, one = pair
-        order = one.deployment.sp, one.deployment.pp
-        return _rounded(cost(one, workload)), _rounded(far), *order
-
-    near = (pair for pair in zip(behind, fitting, strict=True) if pair[0] <= most)
-    return min(near, key=rank)[1]
-
-
-def _rounded(number: float) -> float:
-    return float(f"{number:.{DIGITS}g}")
-
-
 def recommend(
     target: Target, workload: Workload, goal: str | None = None, **budgets: Any
 ) -> tuple[Deployment, str] | None:
@@ -181,7 +126,7 @@ def recommend(
 
     Over several hosts it is one engine: replicas are told of beside it (`hosts_in_words`).
     """
-    estimates = [estimate(target, each, workload) for each in all_deployments(target, **budgets)]
+    estimates = table_of(target, workload, **budgets)
     if target.machine.num_hosts > 1:
         plain = [e for e in estimates if e.fits and e.deployment.pp == 1]
         widest = min((e.deployment.dp for e in plain), default=1)
@@ -191,8 +136,10 @@ def recommend(
         return None
     chosen = best.deployment
     reason = _reason([one for one in estimates if one.fits], best, goal)
-    if chosen.layout.gathers or (chosen.sp > 1 and target.machine.num_hosts > 1):
-        # A threshold leaves out the modes between, which gather less, and sum inside hosts.
+    has_experts, is_wide = target.model.experts is not None, target.machine.num_hosts > 1
+    if chosen.layout.gathers or (chosen.sp > 1 and (has_experts or is_wide)):
+        # A threshold leaves out the modes between, which gather less, and sum inside hosts. Of
+        # experts they read less than BASE and move less than SHIFT.
         chosen = replace(chosen, policy="cost")
     elif chosen.sp > 1:
         degrees = f"dp={chosen.dp},sp={chosen.sp},tp={chosen.tp},policy=threshold"
@@ -204,12 +151,15 @@ def recommend(
 
 
 def degree_flags(deployment: Deployment) -> str:
-    """The flags of `shiftjax serve` that make its mesh."""
+    """The flags of `shiftjax serve` that make its mesh, and say how far it splits experts."""
     degrees = deployment.dp, deployment.pp
     named = zip(("--dp", "--pp"), degrees, strict=True)
     flags = [f"{flag} {degree}" for flag, degree in named if degree > 1]
     flags += [f"--sp {deployment.sp}", f"--tp {deployment.tp}"]
-    return " ".join(flags + (["--weights gather"] if deployment.layout.gathers else []))
+    layout = deployment.layout
+    if layout.model.experts is not None and layout.sp > 1 and not layout.gathers:
+        flags.append(f"--experts {layout.ways(layout.least_split)}")
+    return " ".join(flags + (["--weights gather"] if layout.gathers else []))
 
 
 def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> str:

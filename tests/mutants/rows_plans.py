@@ -5,7 +5,7 @@ from mutant import Mutant
 ARRIVALS = "shiftjax/sim/arrivals.py"
 REPLAY = "shiftjax/sim/replay.py"
 
-PLANNING = "shiftjax/sim/planning.py"
+BEST = "shiftjax/sim/best_row.py"
 ESTIMATE = "shiftjax/sim/estimate.py"
 MEMORY = "shiftjax/costs/memory.py"
 MODELLED = "shiftjax/sim/modelled.py"
@@ -45,12 +45,12 @@ ROWS: tuple[Mutant, ...] = (
         TEST_LOOP, "times to first tokens count from the start of the run",
     ),
     Mutant(
-        "throughput does not count for a recommendation", "plans", PLANNING,
+        "throughput does not count for a recommendation", "plans", BEST,
         "e.tpot_seconds / tpot, most / e.tokens_per_second)", "e.tpot_seconds / tpot)",
         TEST_BEST, "rows are recommended that others dominate",
     ),
     Mutant(
-        "a goal is what a row has least of", "plans", PLANNING,
+        "a goal is what a row has least of", "plans", BEST,
         "lambda one, _: -one.tokens_per_second", "lambda one, _: one.tokens_per_second",
         TEST_BEST, "the slowest is recommended for throughput",
     ),

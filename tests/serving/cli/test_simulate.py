@@ -58,11 +58,27 @@ def test_every_machine_plans_and_says_where_its_constants_are_from(capsys, machi
 
 
 def test_a_recommendation_without_sp_speaks_of_no_shift(capsys):
-    assert main(["plan", "--model", "qwen3-30b-a3b"]) == 0
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--goal", "throughput"]) == 0
     _, _, after = capsys.readouterr().out.partition("recommended: ")
     first, reason, *_ = after.splitlines()
-    assert first == "--dp 2 --sp 1 --tp 4"
-    assert "none has more tokens per second" in reason and "SHIFT" not in reason
+    assert first == "--dp 8 --sp 1 --tp 1"
+    assert "has most tokens per second" in reason and "SHIFT" not in reason
+    assert "steps, and how far they split the experts" not in after
+
+
+def test_a_recommendation_with_experts_says_how_far_steps_split_them(capsys, tmp_path):
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--out", str(tmp_path)]) == 0
+    _, _, after = capsys.readouterr().out.partition("recommended: ")
+    first, reason, command, *_ = after.splitlines()
+    assert first == "--dp 2 --sp 4 --tp 1 --experts 1 --policy cost"
+    assert "none has more tokens per second" in reason
+    assert "--experts 1" in command and "--policy cost" in command
+    _, _, table = after.partition("steps, and how far they split the experts:\n")
+    sizes = [line.split()[0] for line in table.splitlines()[1:6]]
+    assert sizes == ["8", "64", "512", "2,048", "8,192"]
+    assert "whole ones" in table.splitlines()[5]
+    rows = (tmp_path / "expert_steps.jsonl").read_text().splitlines()
+    assert len(rows) == 5
 
 
 ADVICE = ("plan", "--model", "llama-8b", "--machine", "l4x8,h100x8", "--input", "500")
