@@ -15,6 +15,7 @@ from serving.server.options import ServerOptions
 from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS
 from serving.server.texts import Texts
+from shiftjax.arch.contexts import longest_context
 from shiftjax.config import EngineConfig
 from shiftjax.core.policies import POLICIES
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
@@ -56,7 +57,7 @@ def settle_phases(
             "name a pair (--phases pp4tp2:tp8), or a machine file (--machine)"
         )
         return _with_degrees(config, None)
-    longest = config.model.max_model_len or files.source.config.max_position_embeddings
+    longest = longest_context(files.source.config, config.model.max_model_len)
     lengths = asyncio.run(_lengths(lines, files, server, longest))
     if not lengths:
         return _with_degrees(config, None)

@@ -15,6 +15,7 @@ from serving.server.options import ServerOptions, names_of
 from serving.server.prompts import Prompts
 from serving.server.service import TEXT_THREADS, check_server_limits
 from serving.server.texts import Texts
+from shiftjax.arch.contexts import longest_context
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import RequestLimits, validate_request
 from shiftjax.core.request import Request, RequestError
@@ -63,7 +64,7 @@ async def _failures_of_all(
     lines: Iterable[Line], files: ModelFiles, config: EngineConfig, server: ServerOptions
 ) -> list[Failure]:
     model, template = files.source.config, chat_template(files.tokenizer, server)
-    longest = config.model.max_model_len or model.max_position_embeddings
+    longest = longest_context(model, config.model.max_model_len)
     limits = RequestLimits(model.vocab_size, longest, num_kv_tokens=NO_LIMIT)
     names = names_of(server.served_model_name or config.model.model)
     failures: list[Failure] = []

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
+from shiftjax.arch.contexts import longest_context
 from shiftjax.arch.formats import AUTO, PACKED, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
@@ -77,7 +78,10 @@ def resolve(
     if problems:
         raise ConfigError(problems)
     cache, scheduler = config.cache, config.scheduler
-    longest = config.model.max_model_len or model.max_position_embeddings
+    longest = longest_context(model, config.model.max_model_len)
+    if config.model.max_model_len is None and longest < model.max_position_embeddings:
+        words = "%s is served up to %d tokens of its %d: --max-model-len asks for more"
+        logger.warning(words, model.name, longest, model.max_position_embeddings)
     model = served_within(model, longest)
     formats = formats_in(config, model, suited)
     budgets = chosen_budgets(config, devices.budgets)

@@ -8,6 +8,7 @@ costs more than a replica does, and the rule's one wide group is far from the be
 import logging
 from dataclasses import replace
 
+from shiftjax.arch.contexts import longest_context
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
 from shiftjax.options import ConfigError
 from shiftjax.sim.best_row import best_of
@@ -44,7 +45,7 @@ def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
         return config
     devices = config.parallel.devices or target.machine.num_devices
     target = replace(target, machine=replace(target.machine, num_devices=devices))
-    most = config.model.max_model_len or target.model.max_position_embeddings
+    most = longest_context(target.model, config.model.max_model_len)
     prompt = max(1, min(PROMPT, most - OUTPUT))
     workload = Workload(prompt, min(OUTPUT, max(1, most - prompt)))
     given = config.flat()
