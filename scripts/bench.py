@@ -35,7 +35,7 @@ NAMES = (
     *("step_sizes",),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}
-CASES |= {name: f"labs.{name}" for name in ("call", "swiftkv")}  # research
+CASES |= {name: f"labs.{name}" for name in ("call", "four_bits", "swiftkv")}  # research
 
 
 def main(words: Sequence[str] | None = None) -> int:

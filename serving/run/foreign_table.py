@@ -43,6 +43,11 @@ ALIASES = {
 # Values of other engines, for settings of theirs and for those that have the same name here.
 VALUES = {
     "--dtype": {"half": "float16", "float": "float32"},
+    # A checkpoint says how it is quantised.
+    "--quantization": {
+        **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16"), "auto"),
+        **dict.fromkeys(("compressed-tensors", "modelopt"), "auto"),
+    },
     "--runner": {"pooling": "--task embed", "generate": "--task generate", "auto": "--task auto"},
     "--convert": {"embed": "--task embed", "none": "--task auto", "auto": "--task auto"},
     "--generation-config": {"vllm": "none"},
