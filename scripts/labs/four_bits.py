@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from cases.workers import OURS, Worker
 
-PROMPT, NEW = 128, 32
+PROMPT, NEW = 128, 16
 ENGINES = {"four bits": "auto", "bfloat16": "none"}
 OPTIONS = {
     "--model": ("random:tiny-gpt-oss", "a checkpoint of four bits"),
@@ -38,6 +38,7 @@ def start_workers(arguments: argparse.Namespace) -> list[Worker]:
     folder, workers = Path(tempfile.mkdtemp(prefix="shiftjax-four-bits-")), []
     for name, quantization in ENGINES.items():
         options = {"quantization": quantization, "max_num_seqs": 8, "max_model_len": 2 * PROMPT}
+        options |= {"max_num_batched_tokens": PROMPT, "token_buckets": [8, PROMPT]}
         options = json.dumps(options)
         command = [sys.executable, "shiftjax_worker.py", arguments.model, "--options", options]
         workers.append(Worker(OURS, command, folder / f"{quantization}.log"))
