@@ -130,6 +130,8 @@ def test_random_experts_on_8_devices_are_those_of_their_numbers_on_one(sp, tp):
     "options",
     [
         {"weights": "gather", "sp": 2, "tp": 2},
+        {"experts": "whole", "sp": 4, "tp": 1},
+        {"experts": "all", "sp": 2, "tp": 2},
         {"pp": 2, "sp": 2, "tp": 1},
         {"fleet": True, "devices": 4, "tp": 1},
         {"phases": "pp2:tp2", "devices": 2, "host_memory": "64MiB"},
