@@ -75,7 +75,7 @@ STEPS: dict[str, Step] = {
     "decodes": tuple((1, n) for n in (1, 15, 16, 17, 63, 64, 65, 128, 129, 2000)),
 }
 SMALL: dict[str, Step] = {"mixed": ((1, 70), (1, 17), (18, 45))}
-SMALL_EXPERTS, SMALL_TILES = ExpertsShape(6, 64, 64, 4, 2, 2), GroupedConfig(16, 2)
+SMALL_EXPERTS, SMALL_TILES = ExpertsShape(6, 128, 128, 4, 2, 2), GroupedConfig(16, 2)
 
 
 class Kernel(NamedTuple):
