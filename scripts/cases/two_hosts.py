@@ -1,13 +1,14 @@
 """One engine over two processes of this machine, compared with one process of as many devices.
 
-    python scripts/bench.py two_hosts [--devices 4] [--quick]
+    python scripts/bench.py two_hosts [--devices 4] [--experts] [--quick]
 
 Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
 second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
 modes: seeded and greedy ones with shared beginnings, drafts and tables, in too few KV blocks for
 all, and one that is given up. Then four sequences decode, for the time of a step; processes share
 the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
-takes for 1, 64 and 256 sequences of 512 blocks.
+takes for 1, 64 and 256 sequences of 512 blocks. With `--experts` the model has some, and both count
+which ones tokens choose.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 from cases.load_kit import free_port
 
-from shiftjax.arch.presets import preset
+from shiftjax.arch.presets import PRESETS, preset
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.core.policy import Policy
@@ -34,6 +35,7 @@ from shiftjax.hosts.calls import NOBODY, Recent, Step
 
 _FAMILY = {"architecture": "llama", "vocab_size": 200, "max_position_embeddings": 256}
 MODEL = preset("two hosts", _FAMILY, 64, 96, 2, 9, 3, 16)
+EXPERTS = replace(PRESETS["tiny-qwen2-moe"], vocab_size=200)
 SIZES: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "token_buckets": (32,)}
 SIZES |= {"num_blocks": 26, "max_num_seqs": 4, "max_num_batched_tokens": 32}  # too few for all
 SETTINGS = SIZES | {"dtype": "float32", "cache_dir": "none", "speculation": "ngram", "tp": 2}
@@ -41,6 +43,7 @@ SETTINGS["controls"] = {"prompt_lookup_min": 1, "fixed_drafts": True}
 OPTIONS = {
     "--devices": (4, "of each process"),
     "--tokens": (100, "of the sequences that are timed"),
+    "--experts": (False, "a model of experts"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
 ABORTED = "r2"  # of the requests, in turn 4
@@ -106,6 +109,19 @@ def workload(engine: Engine) -> dict[str, Any]:
     }
 
 
+def routed(engine: Engine) -> list[list[int]]:
+    """The pairs of every layer and expert, as far as they were counted."""
+    from shiftjax.routing.history import RoutingState
+
+    runner: Any = engine.lanes[0].runner
+    counted = getattr(runner, "_runner", runner).counted
+    if counted is None:
+        return []
+    counted.flush()
+    state = engine.stats().find(RoutingState)
+    return [] if state is None else state.counts.round().astype(int).tolist()
+
+
 def decode(engine: Engine, num_tokens: int) -> float:
     """The median milliseconds of a step of four sequences."""
     prompts = [[i + 5] for i in range(4)]
@@ -129,6 +145,7 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
     from shiftjax.device.programs import CompileCounter
     from shiftjax.device.step import COMPILER_OPTIONS
     from shiftjax.hosts.steps_device import follow, join
+    from shiftjax.routing import counts_device
     from shiftjax.settings import make_virtual_devices
     from shiftjax.weights.random import RandomSource
 
@@ -139,12 +156,15 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
         options |= {"host_secret_file": "unused"}
     if args.quick:
         COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"
-    config, source = EngineConfig.from_options(**options), RandomSource(MODEL)
+    model = EXPERTS if args.experts else MODEL
+    config, source = EngineConfig.from_options(**options), RandomSource(model)
+    counts_device.EVERY = 1  # so that all count the same steps
     make_virtual_devices(config)
     counter, silent = CompileCounter(), lambda *_: None
     if role == "alone":
         engine = build(config, source, silent).engine
-        return workload(engine) | {"step_ms": decode(engine, args.tokens)}
+        told = workload(engine) | {"routed": routed(engine)}
+        return told | {"step_ms": decode(engine, args.tokens)}
     terms = Terms(rank, 2, address, secret, facts_of(config, source), limit=120)
     if role == "follower":
         hosts = FollowerHosts(terms, lambda _: os._exit(75))
@@ -162,7 +182,8 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
     counter.start()
     sizes, send = [], hosts.send
     hosts.send = lambda number, call: (sizes.append(len(call)), send(number, call))[1]
-    told = workload(engine) | {"step_ms": decode(engine, args.tokens)}
+    told = workload(engine) | {"routed": routed(engine)}
+    told |= {"step_ms": decode(engine, args.tokens)}
     hosts.close()
     return told | {"compiles": counter.count, "message_bytes_p50": statistics.median(sizes)}
 
@@ -216,6 +237,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     same = ("preemptions", "prefix_hit_tokens", "drafted_steps", "steps", "message_bytes_p50")
     return {
         "tokens_equal": alone.pop("tokens") == leader.pop("tokens"),
+        "routed_equal": alone["routed"] == leader["routed"],
+        "routed_pairs": sum(map(sum, leader["routed"])),
         "devices": 2 * args.devices,
         **{name: leader[name] for name in same},
         "compiles": [leader["compiles"], results["follower"]["compiles"]],

@@ -9,6 +9,7 @@ import pytest
 from hlo import collectives, instructions, sizes_of, weight_moves
 
 from shiftjax.arch.presets import PRESETS
+from shiftjax.device.step import StepDef
 from shiftjax.parallel.grid import Mode
 
 aot.require()
@@ -76,6 +77,20 @@ def test_experts_are_read_where_they_are(case, compiled):
     kinds = [i.shape.partition("[")[0] for i in large]
     whole = [i for i, kind in zip(large, kinds, strict=True) if kind in (item, wider)]
     assert [i for i in whole if math.prod(sizes_of(i.shape)) in numbers] == []
+
+
+def test_counting_pairs_takes_one_kernel_and_no_collective(compiled, monkeypatch):
+    """Those of all layers are put together; the sizes are there already."""
+    case = CASES[3]
+    counts = compiled(case)
+    monkeypatch.setattr(StepDef, "counts", property(lambda self: False))
+    plain = Compiler()(case)
+    assert collectives(counts.text) == collectives(plain.text)
+    kernels = [
+        sum(each.opcode in ("fusion", "custom-call", "copy") for each in instructions(one.text))
+        for one in (counts, plain)
+    ]
+    assert kernels[0] == kernels[1] + 1
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

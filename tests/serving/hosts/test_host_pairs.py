@@ -35,15 +35,20 @@ def environ() -> dict[str, str]:
     return own | {"PYTHONPATH": f"{ROOT}{os.pathsep}{own.get('PYTHONPATH', '')}"}
 
 
-def test_two_processes_give_the_tokens_of_one(tmp_path):
-    """In random modes, with drafts, tables, preemption, prefix hits and a request given up."""
-    command = [sys.executable, ROOT / "scripts/bench.py", "two_hosts", "--devices=4", "--quick"]
+@pytest.mark.parametrize("flags", [("--devices=4",), ("--devices=2", "--experts")])
+def test_two_processes_give_the_tokens_of_one(flags, tmp_path):
+    """In random modes, with drafts, tables, preemption, prefix hits and a request given up.
+
+    With experts, of which both count the same pairs.
+    """
+    command = [sys.executable, ROOT / "scripts/bench.py", "two_hosts", *flags, "--quick"]
     run = subprocess.run(
         command, check=False, cwd=tmp_path, env=environ(), capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     *rows, told = [json.loads(line) for line in run.stdout.splitlines() if line[:1] == "{"]
-    assert told["tokens_equal"]
+    assert told["tokens_equal"] and told["routed_equal"]
+    assert (told["routed_pairs"] > 1000) == ("--experts" in flags)
     assert told["compiles"] == [0, 0]
     assert min(told[name] for name in ("preemptions", "prefix_hit_tokens", "drafted_steps")) > 0
     assert min(told["steps"]["base"], told["steps"]["shift"]) > 10
