@@ -172,8 +172,12 @@ def sweep(
 def saturation_rate(
     target: Target, deployment: Deployment, prompt_tokens: int, output_tokens: int
 ) -> float:
-    """Requests per second that a deployment finishes when all are there at once."""
-    count = 4 * deployment.max_num_seqs * deployment.dp
+    """Requests per second that a deployment finishes when all are there at once.
+
+    They have been read: in a long run the front end reads while devices compute.
+    """
+    engine = replace(target.engine.completions, request_seconds=0.0)
+    target, count = replace(target, engine=engine), 4 * deployment.max_num_seqs * deployment.dp
     batch = [TraceRequest(0.0, prompt_tokens, output_tokens)] * count
     return count / makespan(replay(batch, target, deployment))
 
