@@ -178,7 +178,8 @@ class DeviceBackend:
         for width in deployment.widths:
             logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
         if deployment.widths and device.platform != "cpu":
-            make_communicators((placed.step for placed in groups), deployment.widths)
+            steps_of_all = (placed.step for placed in groups)
+            make_communicators(steps_of_all, deployment.widths, deployment.step_sizes)
         deployment, programs = compile_steps(deployment, steps, wanted, sizes, self._progress)
         if device.platform == "gpu" and (held := deployment.sum_buffer_bytes(wanted)):
             gigabytes = held / 1e9
@@ -193,7 +194,13 @@ def _check_same(compiled: Compiled, groups: Sequence[Placed], hosts: Hosts) -> N
     """Raise ConfigError where hosts have compiled different steps."""
     names = [placed.step.attention.name for placed in groups]
     buckets = [[p.bucket for p in each] for each in compiled.programs.values()]
-    told = blake2b(repr((compiled.deployment, names, buckets)).encode(), digest_size=7)
+    experts = [
+        [choose.of(mode, p.bucket.tokens) for p in each for mode in p.steps]
+        for each in compiled.programs.values()
+        if (choose := groups[0].step.expert_modes) is not None
+    ]
+    found = compiled.deployment, names, buckets, experts
+    told = blake2b(repr(found).encode(), digest_size=7)
     value = int.from_bytes(told.digest())
     least, most = hosts.least("to have compiled", (value, -value))
     if least != -most:

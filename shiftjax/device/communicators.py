@@ -15,17 +15,22 @@ from jax.sharding import Mesh
 
 from shiftjax.device.mesh import exchange_mesh, mesh_of, named, replicated_spec
 from shiftjax.device.step import StepDef
-from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXES, WEIGHT_AXES
+from shiftjax.parallel.grid import ALL_AXES, SHARE_AXIS, TOKEN_AXES, WEIGHT_AXES
 
 EXCHANGE_AXIS = "exchange"
 
 
-def make_communicators(steps: Iterable[StepDef], widths: Iterable[int]) -> int:
-    """Run a sum over every set of devices that steps or moves need; returns how many there are."""
+def make_communicators(
+    steps: Iterable[StepDef], widths: Iterable[int], sizes: Iterable[int] = ()
+) -> int:
+    """Run a sum over every set of devices that steps or moves need; returns how many there are.
+
+    `sizes` are tokens of steps, by which these share experts among more or fewer devices.
+    """
     widest_first = sorted(steps, key=lambda step: -step.layout.sp)
     done: set[tuple] = set()
     for step in widest_first:
-        for mesh, axes in _sets(step, widths):
+        for mesh, axes in _sets(step, widths, sizes):
             members = _members(mesh, axes)
             if members not in done and any(len(each) > 1 for each in members):
                 done.add(members)
@@ -33,11 +38,15 @@ def make_communicators(steps: Iterable[StepDef], widths: Iterable[int]) -> int:
     return len(done)
 
 
-def _sets(step: StepDef, widths: Iterable[int]) -> Iterator[tuple[Mesh, tuple[str, ...]]]:
+def _sets(
+    step: StepDef, widths: Iterable[int], sizes: Iterable[int]
+) -> Iterator[tuple[Mesh, tuple[str, ...]]]:
     """Meshes of a group, and the axes along which its devices talk."""
     for mode in step.weights.modes:
         for axes in (WEIGHT_AXES, TOKEN_AXES, ALL_AXES):
             yield mesh_of(step.mesh, mode), axes
+        for used in {step.experts_in(mode, tokens) for tokens in sizes}:
+            yield mesh_of(step.mesh, mode, used), (SHARE_AXIS,)
     for narrow in widths:
         if narrow < step.layout.sp:
             yield exchange_mesh(step.mesh, step.layout.sp // narrow), (EXCHANGE_AXIS,)

@@ -114,7 +114,9 @@ def stored_sharding(weight: Weight, layout: Layout, mesh: Mesh) -> NamedSharding
 
 def on_group(sharding: NamedSharding, mesh: Mesh) -> NamedSharding:
     """Return the same sharding on the devices of one group, also a wider one of a fleet."""
-    sizes = sharding.mesh.devices.shape[-len(ALL_AXES) :]
+    own = sharding.mesh
+    assert isinstance(own, Mesh)
+    sizes = own.devices.shape[-len(ALL_AXES) :]
     is_as_large = math.prod(sizes) == mesh.devices.size
     return NamedSharding(_reshaped(mesh, sizes) if is_as_large else mesh, sharding.spec)
 

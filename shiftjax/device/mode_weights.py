@@ -191,7 +191,8 @@ class ModeWeights(NamedTuple):
 
     def _slice(self, weight: Weight, used: Mode, stored: jax.Array) -> jax.Array:
         axis = weight.axes[0]
-        if axis is None or used == self.layout.stored_in(weight) or self._is_in_shift(weight):
+        stored_in = self.layout.base if weight.tied_to else self.layout.stored_in(weight)
+        if axis is None or used == stored_in or self._is_in_shift(weight):
             return stored
         places = range(self.layout.num_devices)
         starts = [self.layout.shard_offset(axis, used, place) for place in places]
