@@ -126,15 +126,14 @@ def _linear_scaling(fields: Fields) -> RopeScaling | None:
 def rope_scaling(path: Path, config: ModelConfig, factors: np.ndarray) -> ModelConfig:
     """Recognise Llama 3's scaling from the divisors of the frequencies that llama.cpp stores.
 
-    Every published Llama 3 blends between wavelengths 8192 / 4 and 8192 / 1; the largest divisor
-    is the factor. Divisors that do not follow from that are refused.
+    Every published Llama 3 blends between wavelengths 8192 / 4 and 8192 / 1, and Llama 4 Scout
+    nothing; the largest divisor is the factor. Divisors that follow from neither are refused.
     """
     theta, width = config.ropes[0][0], config.rotary_dim or config.head_dim
     frequencies = theta ** -(np.arange(0, width, 2) / width)
-    scaling = RopeScaling("llama3", float(np.max(factors)))
-    if factors.shape != frequencies.shape or not np.allclose(
-        factors, _llama3_divisors(scaling, frequencies), rtol=1e-4
-    ):
+    known = (RopeScaling("llama3", float(np.max(factors)), 1.0, high) for high in (4.0, 1.0))
+    scaling = next((each for each in known if _follow(factors, each, frequencies)), None)
+    if scaling is None:
         raise CheckpointError(
             f"{path}: tensor {ROPE_FACTORS}: expected the frequency factors of Llama 3, found "
             f"{len(factors)} values between {np.min(factors):g} and {np.max(factors):g}"
@@ -146,9 +145,17 @@ def rope_scaling(path: Path, config: ModelConfig, factors: np.ndarray) -> ModelC
     return replace(config, layer_kinds=tuple(scaled))
 
 
+def _follow(factors: np.ndarray, scaling: RopeScaling, frequencies: np.ndarray) -> bool:
+    """Whether divisors are those of a scaling."""
+    divisors = _llama3_divisors(scaling, frequencies)
+    return factors.shape == divisors.shape and np.allclose(factors, divisors, rtol=1e-4)
+
+
 def _llama3_divisors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
     """Original frequency over scaled frequency (Llama 3.1 model card, `apply_scaling`)."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if low == high:
+        return np.where(turns > high, 1.0, scaling.factor)
     smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
     return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)

@@ -57,6 +57,7 @@ FAMILIES: Mapping[str, GgufFamily] = MappingProxyType(
         "command-r": GgufFamily("cohere"),
         "cohere2": GgufFamily("cohere2"),
         "minimax-m2": GgufFamily("minimax_m2"),
+        "llama4": GgufFamily("llama4_text"),
     }
 )
 _NUMBERS = {
@@ -72,6 +73,7 @@ _NUMBERS = {
     "expert_group_used_count": "topk_group",
     "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
+    "interleave_moe_layer_step": "interleave_moe_layer_step",
 }
 _REQUIRED = ("context_length", "embedding_length", "attention.head_count")
 _REALS = {
@@ -155,13 +157,30 @@ def read_family(
     if architecture in _LARGEST_GEMMA:
         is_largest = layers == _LARGEST_GEMMA[architecture]
         data["query_pre_attn_scalar"] = width // heads if is_largest else head_dim
+    if model_type == "llama4_text":
+        data |= _llama4(fields, layers)
     if model_type == "granite" and "logit_scale" in data:
         data["logits_scaling"] = data.pop("logit_scale")
     fields.raise_problems()
     return parse_config(data, path.stem, fields.file)
 
 
+_EXPERTS_OF_MAVERICK = 128
 _OF_EXPERTS = ("expert_count", "expert_feed_forward_length")
+
+
+def _llama4(fields: Fields, layers: int) -> dict[str, Any]:
+    """Return what llama.cpp assumes of Llama 4: chunks, unless a file says that it has no window.
+
+    What it takes for Maverick, by the number of experts, has no norms.
+    """
+    own = {
+        "intermediate_size_mlp": fields.count("feed_forward_length"),
+        "use_qk_norm": fields.data.get("expert_count") != _EXPERTS_OF_MAVERICK,
+    }
+    if fields.data.get("attention.sliding_window") == 0:  # nor layers without positions
+        return own | {"attention_chunk_size": None, "no_rope_layers": [1] * layers}
+    return own
 
 
 def _model_type(fields: Fields, family: GgufFamily) -> str:

@@ -210,17 +210,17 @@ def test_metadata(tmp_path):
     assert source.config.name == "Tiny One"
 
 
-def llama3_divisors(factor: float, original: int = 8192) -> np.ndarray:
+def llama3_divisors(factor: float, original: int = 8192, high: float = 4.0) -> np.ndarray:
     """The published rule, one frequency at a time."""
     divisors = []
     for i in range(0, MODEL.head_dim, 2):
         wavelength = 2 * np.pi * MODEL.rope_theta ** (i / MODEL.head_dim)
-        if wavelength < original / 4:
+        if wavelength < original / high:
             divisors.append(1.0)
         elif wavelength > original:
             divisors.append(factor)
         else:
-            smooth = (original / wavelength - 1) / 3
+            smooth = (original / wavelength - 1) / (high - 1)
             divisors.append(1 / ((1 - smooth) / factor + smooth))
     return np.array(divisors, np.float32)
 

@@ -31,6 +31,11 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+NOT_BLENDED = LLAMA3 | {"high_freq_factor": 1.0}
+LLAMA4 = {  # no file says where chunks end and which layers have no positions
+    **{"num_hidden_layers": 4, "moe_layers": None, "no_rope_layers": None, "layer_types": None},
+    **{"attention_chunk_size": 8192, "floor_scale": 8192, "attention_bias": False, "head_dim": 32},
+}
 # llama.cpp's name: the configuration, and what no file can say of it.
 FAMILIES = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 8}),
@@ -62,6 +67,13 @@ FAMILIES = {
     "command-r": ("cohere", {}),
     "cohere2": ("cohere2", {}),
     "minimax-m2": ("minimax_m2", {}),
+    "llama4": ("llama4_text", LLAMA4 | {"rope_parameters": NOT_BLENDED}),
+    "llama4 128e": (
+        "llama4_text",
+        LLAMA4
+        | {"rope_parameters": None, "rope_theta": 10_000.0, "use_qk_norm": False}
+        | {"num_local_experts": 128, "interleave_moe_layer_step": 2},
+    ),
 }
 RENAMED = {
     "sinks": ("sinks", "weight"),
@@ -127,6 +139,7 @@ def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
                 "expert_group_count": experts.num_groups,
                 "expert_group_used_count": experts.groups_per_token,
             }
+    values |= of_llama4(data, config)
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         values |= {name: data[name]} if data.get(name) else {}
     if data["model_type"] == "granite":
@@ -148,6 +161,17 @@ def metadata(data: dict, config: ModelConfig) -> dict[str, object]:
     if rope.get("rope_type") == "longrope":
         values["rope.scaling.attn_factor"] = rope["attention_factor"]
     return values
+
+
+def of_llama4(data: dict, config: ModelConfig) -> dict[str, object]:
+    """What only its converter writes, and what it writes otherwise; nothing for other models."""
+    if data["model_type"] != "llama4_text":
+        return {}
+    is_cut = data["attention_chunk_size"] is not None
+    return ({} if is_cut else {"attention.sliding_window": 0}) | {
+        "feed_forward_length": config.intermediate_size,
+        "interleave_moe_layer_step": data["interleave_moe_layer_step"],
+    }
 
 
 def stored_tensors(
@@ -232,7 +256,9 @@ def write(
         writer.add_tensor(stored, tensor.squeeze() if is_flat else tensor)
     rope = data.get("rope_parameters") or {}
     if rope.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", llama3_divisors(rope["factor"]))
+        writer.add_tensor(
+            "rope_freqs.weight", llama3_divisors(rope["factor"], high=rope["high_freq_factor"])
+        )
     for reach in ("long", "short"):
         if f"{reach}_factor" in rope:
             factors = np.array(rope[f"{reach}_factor"], np.float32)
@@ -261,6 +287,13 @@ def test_a_file_is_read_as_what_it_was_made_of(tmp_path, case):
     for name in some:
         part = source.read(name, (slice(3, 7), slice(1, 6)))
         np.testing.assert_array_equal(part, source.read(name)[3:7, 1:6])
+
+
+def test_a_llama_4_without_chunks_says_so(tmp_path):
+    changes = {"attention_chunk_size": None, "no_rope_layers": [1] * 4, "rope_parameters": None}
+    config, _ = write(tmp_path / "m.gguf", "llama4", changes=changes | {"rope_theta": 10_000.0})
+    assert GgufSource(tmp_path / "m.gguf", "tiny").config == config
+    assert config.windows == (None,) and all(kind.has_rope for kind in config.kinds)
 
 
 def test_layers_that_draft_are_left_out(tmp_path):
