@@ -5,11 +5,14 @@ from typing import Any
 
 from serving.server.bottleneck import StepInFlight
 from shiftjax.core.engine import Engine
-from shiftjax.core.lane import Flight
+from shiftjax.core.lane import Flight, Lane
 from shiftjax.core.policies import CostPolicy
 from shiftjax.core.policy import Policy
+from shiftjax.costs.buckets import doubling
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import round_up
 
 
 def choice_of(engine: Engine) -> dict[str, Any]:
@@ -18,7 +21,8 @@ def choice_of(engine: Engine) -> dict[str, Any]:
     They are those of the widest group. `modes`: a step splits its tokens over `sp` of the `width`
     units; `groups`: how many step side by side, None where that changes. `predicted`, of a policy
     by cost: (tokens that steps are padded to, seconds by mode), without attention, which takes the
-    same in all modes. `fleet_rule`: when groups change. To be called before the engine runs.
+    same in all modes. `experts`: (tokens, how many ways a step of each mode splits experts, and
+    why). `fleet_rule`: when groups change. To be called before the engine runs.
     """
     lane = max(engine.lanes, key=lambda lane: lane.group.width)
     policy = lane.policy or engine.policy
@@ -28,6 +32,7 @@ def choice_of(engine: Engine) -> dict[str, Any]:
         "threshold": policy.most_shifted,
         "modes": [mode._asdict() | {"label": mode.label} for mode in policy.modes_used(lane.modes)],
         "predicted": _predicted(policy, lane.modes),
+        "experts": _experts(lane, policy.modes_used(lane.modes)),
         "groups": None if fleet is not None else len(engine.lanes),
         "fleet_rule": None if fleet is None else fleet.policy.rule(),
     }
@@ -78,3 +83,20 @@ def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[st
         seconds = {mode.label: policy.costs.mode_seconds(mode, size) for mode in modes}
         rows.setdefault(bucket.tokens, seconds)
     return list(rows.items())
+
+
+def _experts(lane: Lane, modes: Sequence[Mode]) -> list[tuple[int, dict[str, dict[str, Any]]]]:
+    """Of steps that are padded to so many tokens; empty without experts."""
+    uses: ExpertModes | None = getattr(lane.runner, "expert_modes", None)  # some do not tell
+    if uses is None or uses.layout.model.experts is None:
+        return []
+    layout, rows = uses.layout, []
+    for tokens in doubling(lane.scheduler.config.max_num_batched_tokens):
+        size = round_up(tokens, layout.num_devices)
+        of_modes = {mode.label: uses.of(mode, size) for mode in modes}
+        told = {
+            label: {"ways": layout.ways(each.mode), "why": each.why}
+            for label, each in of_modes.items()
+        }
+        rows.append((tokens, told))
+    return rows

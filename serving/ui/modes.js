@@ -14,10 +14,19 @@ const waysOf = (mode, model) => {
 };
 const modeOf = (choice, kind) => choice.modes.find((mode) => kindOf(mode.label) === kind);
 
+// How far a step of so many tokens splits the experts, and why; "" without experts.
+function experts(choice, mode, tokens) {
+  const rows = choice?.experts ?? [];
+  const use = (rows.find(([most]) => most >= tokens) ?? rows.at(-1))?.[1][mode.label];
+  if (!use) return "";
+  return `, ${use.ways === 1 ? "experts whole" : `experts split ${use.ways} ways`} (${use.why})`;
+}
+
 // What a device computes in a step of so many tokens.
 function share(mode, model, tokens) {
   const ways = waysOf(mode, model);
-  const weights = ways === 1 ? "all weights" : `1/${ways} of the weights`;
+  const part = ways === 1 ? "all weights" : `1/${ways} of the weights`;
+  const weights = part + experts(model.choice, mode, tokens);
   const size = many(tokens, "token");
   if (mode.sp === 1) return `${size === "1 token" ? "the token" : `all ${size}`} with ${weights}`;
   return `${whole(Math.ceil(tokens / mode.sp))} of ${size} with ${weights}`;

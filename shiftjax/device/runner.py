@@ -13,6 +13,7 @@ import numpy as np
 
 from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import StepOutput, StepPlan
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec
 from shiftjax.device.mode_weights import Weights
@@ -84,6 +85,11 @@ class DeviceRunner:
         self._no_tokens = put(np.zeros(step.max_rows, np.int32), self._replicated)
         self._row_params = {}
         memory.prepare(pool, extents)
+
+    @property
+    def expert_modes(self) -> ExpertModes | None:
+        """As in which mode its programs use experts; None: as in SHIFT."""
+        return self.step.expert_modes
 
     def load_programs(self, other: "DeviceRunner") -> None:
         """Take over the programs of the runner of another group, which has the same layout."""

@@ -9,6 +9,7 @@ import numpy as np
 from shiftjax.core.lane import FIRST_UNIT, Failure, Lane
 from shiftjax.core.policy import work_of
 from shiftjax.core.request import StepOutput, StepPlan
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.work import Work
 from shiftjax.fleet.handover import Copy, Crossing, calls
@@ -185,6 +186,11 @@ class CostRunner:
         if plan.restores and not stage:
             self.waited_seconds += max(0.0, there - max(begin, idle_at))
         return there
+
+    @property
+    def expert_modes(self) -> ExpertModes:
+        """As in which mode the steps of its first stage use experts."""
+        return self.costs.stages[0].expert_modes
 
     @property
     def quiet_at(self) -> float:

@@ -8,11 +8,12 @@ from serving.server.mode_choice import choice_of
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.policies import make_policy
-from shiftjax.costs.buckets import Bucket
+from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step_costs import CostModel
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.sim.devices import Clock, CostRunner
 
 
 def columns(history: History, now: float) -> dict[str, list[float]]:
@@ -98,3 +99,20 @@ def test_a_policy_by_cost_tells_what_it_predicts():
     assert at_few["shift"] < at_few["sp2"] < at_few["base"]
     assert at_many["base"] < at_many["sp2"] < at_many["shift"]
     assert at_few["shift"] == costs.mode_seconds(Mode(4, 1), (16, 16))
+
+
+def test_how_far_steps_split_experts_is_told_with_the_reason():
+    engine = make_engine()
+    h200 = load_machine("h200x8"), load_engine("shiftjax"), Formats()
+    layout = Layout(PRESETS["qwen3-30b-a3b"], 4, 1, experts_sp=4)
+    costs, lane = CostModel(layout, *h200), engine.lanes[0]
+    lane.runner, lane.modes = CostRunner(costs, Clock()), Group(0, 4).modes
+    engine.policy = make_policy("cost", None, costs)
+    rows, most = choice_of(engine)["experts"], lane.scheduler.config.max_num_batched_tokens
+    assert tuple(tokens for tokens, _ in rows) == doubling(most)
+    for tokens, by_mode in rows:
+        assert list(by_mode) == ["base", "sp2", "shift"]
+        for mode in lane.modes:
+            use = costs.expert_modes.of(mode, -(-tokens // 4) * 4)
+            assert by_mode[mode.label] == {"ways": layout.ways(use.mode), "why": use.why}
+    assert choice_of(make_engine())["experts"] == []
