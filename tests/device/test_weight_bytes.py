@@ -26,8 +26,10 @@ MODELS = ["untied", "tied", "biased", "swiftkv", "experts"]
 MESHES = [(1, 1), (4, 2), (2, 4), (8, 1), (1, 8), (3, 2), (2, 3), (3, 1)]
 
 
-def check(config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str) -> None:
-    layout = Layout(config, sp, tp, gathers=strategy == "gather")
+def check(
+    config: ModelConfig, sp: int, tp: int, strategy: str, dtype: str, experts_sp: int = 1
+) -> None:
+    layout = Layout(config, sp, tp, gathers=strategy == "gather", experts_sp=experts_sp)
     formats = Formats("fp8") if dtype == "fp8" else formats_of(dtype)
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     weights = ModeWeights(define(layout, formats), layout, strategy)
@@ -53,6 +55,12 @@ def test_weights_take_what_is_foretold(config, sp, tp):
 )
 def test_codes_and_scales_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "fp8")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize(("sp", "tp", "stored"), [(4, 2, 4), (4, 2, 2), (8, 1, 8), (3, 2, 3)])
+def test_experts_take_what_is_foretold_however_they_are_stored(sp, tp, stored, dtype):
+    check(EXPERTS, sp, tp, "alias", dtype, stored)
 
 
 @pytest.mark.parametrize("strategy", ["slice", "replicate"])
