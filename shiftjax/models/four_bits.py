@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Real, UInt8
 
 TILE_NUMBERS = 1 << 19  # of a tile, widened: what caches of CPUs hold
+GPU_TILE_NUMBERS = 1 << 24  # the same: 32 MiB of bfloat16, of the 50 of an H100; each is launches
 LEAST_TOKENS = 8  # of fewer XLA makes sums for CPUs that widen one number after the other
 SYMMETRIC_ZERO = 8  # of codes without zero points
 
@@ -47,8 +48,22 @@ def tiled_product(
 
     `tile_of(start, rows)` gives these rows, `[rows, in]`, even inputs before odd ones.
     """
+
+    def with_tiles(numbers: int) -> Callable[[Array], Array]:
+        return lambda x: _by_tiles(x, num_outputs, tile_of, numbers)
+
+    on_cpu, on_gpu = with_tiles(TILE_NUMBERS), with_tiles(GPU_TILE_NUMBERS)
+    return lax.platform_dependent(x, cuda=on_gpu, default=on_cpu)
+
+
+def _by_tiles(
+    x: Float[Array, "tokens in"],
+    num_outputs: int,
+    tile_of: Callable[[Array, int], Array],
+    tile_numbers: int,
+) -> Float[Array, "tokens out"]:
     num_tokens, inputs = x.shape
-    rows = min(num_outputs, max(1, TILE_NUMBERS // inputs))
+    rows = min(num_outputs, max(1, tile_numbers // inputs))
     x = jnp.concatenate([x[:, ::2], x[:, 1::2]], axis=1)
     x = jnp.pad(x, ((0, max(0, LEAST_TOKENS - num_tokens)), (0, 0)))
 

@@ -1,13 +1,17 @@
 """Steps of gpt-oss with experts of four bits, compiled for H200s: they are read as they are."""
 
 import math
+import re
 from dataclasses import replace
 
 import aot
+import jax
+import jax.numpy as jnp
 import pytest
 from hlo import collectives, instructions, sizes_of
 
 from shiftjax.arch.presets import PRESETS
+from shiftjax.models.four_bits import GPU_TILE_NUMBERS, packed_product
 from shiftjax.parallel.grid import Mode
 
 aot.require()
@@ -52,6 +56,24 @@ def test_products_are_kernels_and_weights_stay_four_bits(one):
     made = [i for i in instructions(one.text) if i.opcode not in UNTOUCHED]
     assert [i for i in made if math.prod(sizes_of(i.shape)) in (*stacks, *widened)] == []
     assert one.temporary_bytes < 2 * stacks[0]  # widened codes of one matrix would be 4 times that
+
+
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_dense_matrices_are_widened_in_few_tiles(tokens):
+    """Each is some launches; a tile is no more than what the chip caches."""
+    outputs, inputs = 7168, 8192  # gate and up of Llama-70B on one of 8 devices
+    mesh = aot.make_mesh(CHIP, (1,), ("x",))
+    arrays = (
+        jax.ShapeDtypeStruct((tokens, inputs), jnp.bfloat16),
+        jax.ShapeDtypeStruct((outputs, inputs // 2), jnp.uint8),
+        jax.ShapeDtypeStruct((outputs, inputs // 128), jnp.float32),
+    )
+    program = aot.compile_for(mesh, packed_product, *aot.on_device(mesh, arrays)).executable
+    tiles = -(-outputs * inputs // GPU_TILE_NUMBERS)
+    assert re.findall(r'known_trip_count":{"n":"(\d+)"', program.as_text()) == [str(tiles)]
+    of_tokens = 2 * tokens * (2 * inputs + 2 * outputs)
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert temporary <= 2 * GPU_TILE_NUMBERS + 3 * of_tokens
 
 
 def test_collectives_are_those_of_bfloat16(one):
