@@ -29,6 +29,7 @@ from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.plugins import ALL, load_plugins
+from shiftjax.routing.history import RoutingState, plain_sums
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
 from shiftjax.text.rules import rules_of
@@ -200,6 +201,7 @@ class LLM:
             "host_tier": {} if (host := stats.find(HostStats)) is None else asdict(host),
             "drafts": {} if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
             "fleet": {} if (fleet := stats.find(FleetState)) is None else plain_counters(fleet),
+            "routing": {} if (routing := stats.find(RoutingState)) is None else plain_sums(routing),
             "phases": {} if (phases := stats.find(ReshardingState)) is None else asdict(phases),
             "mesh": self._built.mesh,
             "attention": self._built.attention,

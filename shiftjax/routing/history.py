@@ -132,6 +132,13 @@ def plain_state(state: RoutingState) -> dict[str, Any]:
     }
 
 
+def plain_sums(state: RoutingState) -> dict[str, Any]:
+    """The same without layers: means over them."""
+    skews = {ways: float(found.mean()) for ways, found in state.skews.items()}
+    hottest = float(state.hottest.mean())
+    return {"num_tokens": state.num_tokens, "skew": skews, "hottest_share": hottest}
+
+
 def page_part(state: RoutingState) -> dict[str, Any] | None:
     """What the page shows: a sentence; None: nothing is known yet, or devices split no experts."""
     if not state.num_tokens or not state.ways:

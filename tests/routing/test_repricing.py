@@ -7,10 +7,12 @@ from engines import MOE, build_tiny, checkpoint, run, tokens
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.policies import CostPolicy
 from shiftjax.core.request import SamplingParams
+from shiftjax.core.step_sizes import StepSizes
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.routing import Routing
+from shiftjax.costs.routing import Routing, price
 from shiftjax.costs.work import Work
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet.step_prices import StepPrices
 from shiftjax.routing import counts_device, history
 from shiftjax.routing.history import RoutingState
 from shiftjax.sim.experiments import target_from
@@ -77,3 +79,24 @@ def test_the_quickest_mode_may_be_another_once_routing_is_known():
     used = {mode: stage.expert_modes(mode, size[0]) for mode in modes}
     for mode in modes:
         assert (after[mode] > 1.2 * before[mode]) == (costs.layout.ways(used[mode]) > 2), mode
+
+
+def test_a_fleet_asks_anew_for_what_it_has_kept():
+    """Of all groups: none of the seconds that were found before are told again."""
+    target = target_from({"model": "qwen3-30b-a3b", "machine": "h200x8", "dtype": "fp8"})
+    deployment = deploy(target, "fleet,policy=cost")
+    costs = {w: cost_model(target, each) for w, each in deployment.by_width.items()}
+    policies = {width: CostPolicy(each) for width, each in costs.items()}
+    modes = {width: each.layout.modes for width, each in costs.items()}
+    sizes = {width: StepSizes() for width in costs}
+    prices = StepPrices(costs, modes, policies, sizes, 8192)
+    widest = max(costs)
+    before = prices.prefill_rate(widest)
+    counts = np.zeros((48, 128))
+    counts[:, 0::16] = 1  # all tokens choose the same eight experts
+    counts[:, :8] = 1e6
+    for each in costs.values():
+        price(each, counts)
+    assert prices.prefill_rate(widest) == before
+    prices.forget()
+    assert prices.prefill_rate(widest) != before

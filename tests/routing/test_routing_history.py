@@ -10,6 +10,7 @@ from shiftjax.routing.history import (
     metrics,
     page_part,
     plain_state,
+    plain_sums,
 )
 
 EVEN = np.full((2, 8), 1)
@@ -81,6 +82,8 @@ def test_what_is_shown_is_the_load_of_devices():
     assert found["expert_hottest_share"].values["worst",] == pytest.approx(6 / 16)
     plain = plain_state(seen.state)
     assert plain["skew"]["4"] == [3.0, 1.0] and plain["counts"][1] == 8 * [200]
+    sums = {"num_tokens": 800, "skew": {2: 1.3125, 4: 2.0}, "hottest_share": 0.25}
+    assert plain_sums(seen.state) == sums
     words = "Experts over 4 devices: the most loaded one has 2.00 times the mean"
     assert page_part(seen.state) == {"words": f"{words}, in the worst layer 3.00."}
     assert page_part(history(ways=()).state) is None
