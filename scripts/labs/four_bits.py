@@ -1,11 +1,14 @@
-"""Four bits beside bfloat16, and llama.cpp, on the same weights: tokens per second, interleaved.
+"""Four bits beside bfloat16, and llama.cpp, on the same weights: tokens a CPU second, interleaved.
 
     python scripts/bench.py four_bits --model DIR [--gguf FILE --peer-python PEERS/bin/python]
 
 DIR is a checkpoint of four bits, FILE the same weights as llama.cpp has them, and PEERS an
 environment with xllamacpp. Each engine is a process of its own that loads once; only one is active,
-and rounds interleave them. Prompts are random tokens. A row is a round of an engine and a number of
-sequences; decode is all but the time to the first tokens.
+and rounds interleave them. CPU seconds are of all threads, so that what else runs matters little.
+llama.cpp has one thread, because its threads spin while they wait. Prompts are random tokens.
+
+A row is a round of an engine and a number of sequences; decode is all but the time to the first
+tokens.
 """
 
 import argparse
@@ -45,7 +48,7 @@ def start_workers(arguments: argparse.Namespace) -> list[Worker]:
         workers[-1].name = name
     if arguments.gguf is not None:
         command = [arguments.peer_python, "xllamacpp_worker.py", arguments.gguf]
-        command += ["--threads", os.cpu_count() or 1]
+        command += ["--threads", 1]
         workers.append(Worker("llama.cpp", command, folder / "llama.log"))
     return workers
 
@@ -61,8 +64,8 @@ def measure(arguments: argparse.Namespace) -> Generator[Row, None, Row]:
         for count in arguments.sequences:
             for worker in workers[turn:] + workers[:turn]:
                 some = prompts[:count]
-                first = worker.generate(some, [1] * count)["seconds"]
-                whole = worker.generate(some, [NEW] * count)["seconds"]
+                first = worker.generate(some, [1] * count)["cpu_seconds"]
+                whole = worker.generate(some, [NEW] * count)["cpu_seconds"]
                 row = {"round": number, "engine": worker.name, "sequences": count}
                 row["prefill"] = round(count * PROMPT / first, 1)
                 row["decode"] = round(count * (NEW - 1) / max(1e-9, whole - first), 1)

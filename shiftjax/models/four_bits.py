@@ -32,11 +32,11 @@ def packed_product(
     """Multiply by a matrix of four bits, float32."""
 
     def tile_of(start: Array, rows: int) -> Float[Array, "rows in"]:
-        parts = (
-            None if each is None else lax.dynamic_slice_in_dim(each, start, rows)
-            for each in (codes, scales, zeros)
-        )
-        return widened(*parts, dtype=x.dtype)
+        def cut(each: Array) -> Array:
+            return lax.dynamic_slice_in_dim(each, start, rows)
+
+        own_zeros = None if zeros is None else cut(zeros)
+        return widened(cut(codes), cut(scales), own_zeros, dtype=x.dtype)
 
     return tiled_product(x, codes.shape[0], tile_of)
 
