@@ -75,10 +75,11 @@ def _changed(
         found = missed if missed.meets else changes.kept(missed, rate)
         if found is None:
             break
-        found = _kept_by_all(trials, _highest(trials, found, WIDER * _total(found)), best)
-        if found is None or found is best:
-            break
-        own = best = found
+        is_new, own = found.changed != own.changed, found
+        best = found  # all seeds keep it
+        if is_new:
+            most = _highest(trials, found, WIDER * _total(found))
+            best = own = _kept_by_all(trials, most, found) or found
     return best
 
 
