@@ -8,7 +8,7 @@ few the experts that are read decide, with many the tokens that are moved.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.formats import Formats
 from shiftjax.costs.collectives import exchange_of_experts, gather_of_experts
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.expert_part import load_of
@@ -72,8 +72,7 @@ def bytes_of(layout: Layout, mode: Mode, used: Mode, num_tokens: int, formats: F
     """
     experts, width = layout.model.experts, formats.activation_bytes
     assert experts is not None
-    each = 3 * layout.model.hidden_size * experts.intermediate_size
-    each *= FORMATS[formats.weights].dtype.itemsize
+    each = 3 * layout.model.hidden_size * experts.intermediate_size * formats.weight_bytes
     if room_to_exchange(layout, mode, used, num_tokens):
         moves = exchange_of_experts(layout, mode, num_tokens, width)
     else:

@@ -51,11 +51,11 @@ ROWS = (
         "the last pairs are lost",
     ),
     Mutant(
-        "tokens of the devices that share experts are counted in a row",
+        "tokens of the devices that share experts come in the opposite order",
         "experts",
         EXCHANGE,
         "first = jnp.arange(shares) * apart +",
-        "first = jnp.arange(shares) +",
+        "first = jnp.arange(shares)[::-1] * apart +",
         (TEST_LAYER,),
         "padding takes the place of tokens",
     ),
