@@ -6,6 +6,7 @@ ARRIVALS = "shiftjax/sim/arrivals.py"
 REPLAY = "shiftjax/sim/replay.py"
 
 BEST = "shiftjax/sim/best_row.py"
+STORED = "shiftjax/sim/stored_experts.py"
 ESTIMATE = "shiftjax/sim/estimate.py"
 MEMORY = "shiftjax/costs/memory.py"
 MODELLED = "shiftjax/sim/modelled.py"
@@ -13,6 +14,7 @@ MESH = "shiftjax/sim/chosen_mesh.py"
 
 TEST_LOOP = ("tests/sim/test_closed_loop.py",)
 TEST_BEST = ("tests/sim/test_recommend.py",)
+TEST_STORED = ("tests/sim/test_stored_experts.py",)
 TEST_KV = ("tests/sim/test_kv_sizes.py",)
 TEST_MESH = ("tests/sim/test_chosen_mesh.py",)
 
@@ -43,6 +45,26 @@ ROWS: tuple[Mutant, ...] = (
         "return replace(found, arrival_seconds=heapq.heappop(self._free_at))",
         "heapq.heappop(self._free_at)\n        return found",
         TEST_LOOP, "times to first tokens count from the start of the run",
+    ),
+    Mutant(
+        "the room that whole experts take is not weighed", "plans", STORED,
+        "return min(near, key=lambda one: one.memory.weight_bytes)", "return found[0]",
+        TEST_STORED, "long requests find no room in the KV cache",
+    ),
+    Mutant(
+        "experts are stored split although that is slower", "plans", STORED,
+        "if far <= AS_NEAR * min(behind)", "if far <= 2 * min(behind)",
+        TEST_STORED, "large steps gain nothing",
+    ),
+    Mutant(
+        "experts are recommended with base and shift alone", "plans",
+        "shiftjax/sim/planning.py", "(has_experts or is_wide)", "is_wide",
+        TEST_STORED, "steps between base and shift are slower",
+    ),
+    Mutant(
+        "devices split experts as bytes say", "plans", "shiftjax/device/choosers.py",
+        "if costs is None:\n        return ExpertModes(", "if True:\n        return ExpertModes(",
+        ("tests/device/test_expert_choice.py",), "programs are not those that prices assume",
     ),
     Mutant(
         "throughput does not count for a recommendation", "plans", BEST,
