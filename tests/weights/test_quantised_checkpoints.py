@@ -3,6 +3,7 @@
 import json
 import re
 import tempfile
+import tracemalloc
 from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
@@ -129,6 +130,17 @@ def test_four_bits_are_read_in_ranges(format):
         assert np.array_equal(source.read(name + OF_SCALE, few), scales[few])
         if has_zeros:
             assert np.array_equal(source.read(name + OF_ZEROS, few), zeros[few])
+
+
+@pytest.mark.parametrize("format", ["w4a16-zeros", "gptq", "awq"])
+def test_reading_codes_widens_nothing(tmp_path, format):
+    files.write(tmp_path, format, hidden_size=512, intermediate_size=2048, **TINY)
+    source, name = HuggingFaceSource(tmp_path), f"{UP}.weight"
+    tracemalloc.start()
+    codes = source.read(name + OF_CODES)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert codes.nbytes == 512 * 2048 / 2 < peak < 512 * 2048 * 4  # which float32 would take
 
 
 def test_symmetric_codes_have_no_zero_points(tmp_path):
