@@ -153,12 +153,12 @@ def load_channels(ref: Any, are_turned: bool, interpret: Any) -> jax.Array:
     if interpret:
         return _turned(ref[...]).astype(jnp.float32)
     layout, turned = _channels_layout(are_turned), WGMMA.reduce(1)
-    shape = plgpu.ShapeDtypeStruct((CHANNELS,), jnp.float32, layout=turned)
+    shape = plgpu.ShapeDtypeStruct((CHANNELS,), jnp.dtype(jnp.float32), layout=turned)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)
-    def turn(_: Any, numbers: Any) -> Any:
+    def rename(_: Any, numbers: Any) -> Any:
         return four_bits_registers.renamed(numbers, turned.to_mgpu())
 
+    turn: Any = plgpu.inline_mgpu(arg_types=(layout,), return_type=shape)(rename)
     return turn(plgpu.load(ref, layout=layout, optimized=False))
 
 
@@ -221,16 +221,16 @@ def widened(coded: Coded, stage: Stage, interpret: Any) -> list[Float[Array, "ch
         return _interpreted(coded, stage.codes[...], factors, origins)
     codes_layout, layout = _codes_layout(coded.are_turned), _layout_of_groups(coded)
     codes = plgpu.load(stage.codes, layout=codes_layout, optimized=False)
-    operand = plgpu.ShapeDtypeStruct((CHANNELS, UNIT), jnp.bfloat16, layout=WGMMA)
+    operand = plgpu.ShapeDtypeStruct((CHANNELS, UNIT), jnp.dtype(jnp.bfloat16), layout=WGMMA)
 
-    @plgpu.inline_mgpu(
-        arg_types=(codes_layout, (layout,) * units, (layout,) * len(origins)),
-        return_type=(operand,) * units,
-    )
-    def widen(_: Any, codes: Any, factors: Any, origins: Any) -> Any:
+    def widen_codes(_: Any, codes: Any, factors: Any, origins: Any) -> Any:
         pairs = functools.partial(pairs_of, are_floats=coded.are_floats)
         return four_bits_registers.widen(pairs, codes, factors, origins)
 
+    widen: Any = plgpu.inline_mgpu(
+        arg_types=(codes_layout, (layout,) * units, (layout,) * len(origins)),
+        return_type=(operand,) * units,
+    )(widen_codes)
     return list(widen(codes, tuple(factors), tuple(origins)))
 
 

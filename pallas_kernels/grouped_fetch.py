@@ -59,7 +59,7 @@ def _weights_copier(
             first = lax.div((item.part * problem.steps + k) * problem.step, jnp.int32(coded.group))
             groups = pl.ds(first, coded.rows(problem.step))
             for numbers, own in zip(inputs.groups[which], shared.groups[operand], strict=True):
-                if numbers is not None:
+                if numbers is not None and own is not None:
                     here = numbers.at[item.expert, groups, channels]
                     plgpu.copy_gmem_to_smem(here, own.at[slot], full)
 
