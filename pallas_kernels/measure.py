@@ -147,7 +147,7 @@ class ExpertsShape(NamedTuple):
         return round(size * len(np.unique(own)) * self.weight_bytes)
 
     @property
-    def weight_bytes(self) -> float:
+    def weight_bytes(self) -> float | int:
         """Bytes of a weight; of four bits with its part of a scale."""
         if self.dtype not in FOUR_BIT_GROUPS:
             return jnp.dtype(self.dtype).itemsize
