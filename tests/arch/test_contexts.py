@@ -55,6 +55,7 @@ def test_work_of_the_last_tokens_of_ten_millions(window):
     assert (work.tiles.tile_chunk_end * 128).max() == MILLIONS
     kernels = divide_step(sequences, num_tokens=128, heads=(5, 1), window=window)
     assert kernels.decode.job_begin[0] * 64 == first
+    assert kernels.prefill is not None
     real = kernels.prefill.jobs[: kernels.prefill.counts[0]]
     of_last = real[real[:, 0] == 1]
     assert (of_last[:, 4].min() * 128, of_last[:, 5].max() * 128) == (first, MILLIONS)

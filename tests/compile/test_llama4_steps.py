@@ -40,7 +40,8 @@ MODELS = {  # two layers, of which the second sees everything and has no positio
 def test_both_kinds_of_layers_run_as_kernels(name, size, mesh, experts_sp):
     model = MODELS[name]
     assert model.windows == (Chunk(8192), None)
-    case = Case(*mesh, size, model=model, num_tokens=1280, experts_sp=experts_sp)
+    sp, tp, mode = mesh
+    case = Case(sp, tp, mode, size, model=model, num_tokens=1280, experts_sp=experts_sp)
     one = compile_step(case, list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat))
     assert one.step.attention.name == "pallas"
     of_experts = 3 * model.num_expert_layers

@@ -167,11 +167,13 @@ def of_llama4(data: dict, config: ModelConfig) -> dict[str, object]:
     """What only its converter writes, and what it writes otherwise; nothing for other models."""
     if data["model_type"] != "llama4_text":
         return {}
-    is_cut = data["attention_chunk_size"] is not None
-    return ({} if is_cut else {"attention.sliding_window": 0}) | {
+    values: dict[str, object] = {
         "feed_forward_length": config.intermediate_size,
         "interleave_moe_layer_step": data["interleave_moe_layer_step"],
     }
+    if data["attention_chunk_size"] is None:
+        values["attention.sliding_window"] = 0
+    return values
 
 
 def stored_tensors(
@@ -290,7 +292,11 @@ def test_a_file_is_read_as_what_it_was_made_of(tmp_path, case):
 
 
 def test_a_llama_4_without_chunks_says_so(tmp_path):
-    changes = {"attention_chunk_size": None, "no_rope_layers": [1] * 4, "rope_parameters": None}
+    changes: dict[str, object] = {
+        "attention_chunk_size": None,
+        "no_rope_layers": [1] * 4,
+        "rope_parameters": None,
+    }
     config, _ = write(tmp_path / "m.gguf", "llama4", changes=changes | {"rope_theta": 10_000.0})
     assert GgufSource(tmp_path / "m.gguf", "tiny").config == config
     assert config.windows == (None,) and all(kind.has_rope for kind in config.kinds)
