@@ -432,7 +432,7 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": LLAMA3_ROPE,
         },
     ),
-    "llama4_chunks_128e": (  # as Maverick: neither norms nor growth; experts in every other layer
+    "llama4_chunks_128e": (  # as Maverick: no norms, experts in every other layer
         "llama4_text",
         CHUNKED
         | {
@@ -441,7 +441,8 @@ MODELS: dict[str, tuple[str, dict]] = {
             "attention_chunk_size": 96,
             "attention_bias": True,
             "use_qk_norm": False,
-            "attn_temperature_tuning": False,
+            "floor_scale": 60,
+            "attn_scale": 0.4,
         },
     ),
 }
