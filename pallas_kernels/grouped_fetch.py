@@ -53,14 +53,15 @@ def _weights_copier(
 
     def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
         channels = pl.ds(item.column * problem.width + offset, PART)
-        numbers = _numbers_of(problem, item, k, 1 if coded is None else 2)
-        plgpu.copy_gmem_to_smem(weights.at[item.expert, channels, numbers], ring.at[slot], full)
+        matrix, nth = _matrix_of(problem, item, k)
+        numbers = _numbers_at(problem, nth, 1 if coded is None else 2)
+        plgpu.copy_gmem_to_smem(weights.at[matrix, channels, numbers], ring.at[slot], full)
         if coded is not None:
-            first = lax.div((item.part * problem.steps + k) * problem.step, jnp.int32(coded.group))
+            first = lax.div(nth * problem.step, jnp.int32(coded.group))
             groups = pl.ds(first, coded.rows(problem.step))
             for numbers, own in zip(inputs.groups[which], shared.groups[operand], strict=True):
                 if numbers is not None and own is not None:
-                    here = numbers.at[item.expert, groups, channels]
+                    here = numbers.at[matrix, groups, channels]
                     plgpu.copy_gmem_to_smem(here, own.at[slot], full)
 
     return copy
@@ -69,15 +70,30 @@ def _weights_copier(
 def _rows_copier(problem: Problem, x: Any, ring: Any) -> Copier:
     def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
         rows = pl.ds(item.tile * problem.rows, problem.rows)
-        plgpu.copy_gmem_to_smem(x.at[rows, _numbers_of(problem, item, k)], ring.at[slot], full)
+        numbers = _numbers_at(problem, _step_of(problem, item, k))
+        plgpu.copy_gmem_to_smem(x.at[rows, numbers], ring.at[slot], full)
 
     return copy
 
 
-def _numbers_of(problem: Problem, item: Item, k: Any, in_a_byte: int = 1) -> Any:
-    """Return where step `k` of the item's part of the contraction is."""
+def _step_of(problem: Problem, item: Item, k: Any) -> Any:
+    """Return which of the whole contraction step `k` of the item's part is."""
+    return item.part * problem.steps + k
+
+
+def _matrix_of(problem: Problem, item: Item, k: Any) -> tuple[Any, Any]:
+    """Return the matrix that step `k` of the item's part is of, and which it is of that one's."""
+    nth = _step_of(problem, item, k)
+    if not problem.block_steps:
+        return item.expert, nth
+    block = lax.div(nth, jnp.int32(problem.block_steps))
+    return block, nth - block * problem.block_steps
+
+
+def _numbers_at(problem: Problem, nth: Any, in_a_byte: int = 1) -> Any:
+    """Return where a step of the contraction is."""
     step = problem.step // in_a_byte
-    return pl.ds((item.part * problem.steps + k) * step, step)
+    return pl.ds(nth * step, step)
 
 
 def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Copier) -> None:

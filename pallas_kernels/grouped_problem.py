@@ -17,6 +17,7 @@ from pallas_kernels.grouped_split import (
     PARTS,
     WARPGROUPS,
     items_of,
+    joined_items,
     steps_of_part,
 )
 from pallas_kernels.grouped_work import Gate, Tiles
@@ -39,6 +40,7 @@ class GroupedConfig(NamedTuple):
     num_blocks: int = 132  # thread blocks of the products: one for each multiprocessor
     stages: int | None = None  # of shared memory; None: as many as fit
     parts: tuple[int, int] = 1, 1  # of the contraction: of gate and up, and of down
+    joins: bool = False  # matrices are parts of one contraction, not experts: blocks of four bits
 
 
 class Problem(NamedTuple):
@@ -56,6 +58,7 @@ class Problem(NamedTuple):
     num_blocks: int  # thread blocks
     interpret: Any
     coded: Coded | None  # how weights of four bits are read; None: they are operands as they are
+    block_steps: int = 0  # of a matrix, where one follows the other in the contraction
 
     @property
     def gated(self) -> bool:
@@ -115,21 +118,26 @@ def make_problem(
 
     Both sides are whole multiples of 64; `config.parts` divide the steps of the contraction.
     """
-    rows, num_blocks, stages, (of_gate, of_down) = config
+    rows, num_blocks, stages, (of_gate, of_down), joins = config
     parts = of_down if gate is None else of_gate
     weight, coded, item_bytes = inputs.weights[0], None, inputs.x.dtype.itemsize
-    _, channels, contraction = weight.shape
+    matrices, channels, contraction = weight.shape
     if inputs.groups:
         coded = coded_of(weight, inputs.groups[0], gate is not None)
         contraction, item_bytes = 2 * contraction, FOUR_BITS
     items = items_of(channels, contraction, item_bytes, gate is not None)
+    block_steps = 0
+    if joins:
+        items = joined_items(channels, matrices, contraction)
+        block_steps = items.steps // matrices
     step = items.step
     left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - WARPGROUPS * rows * CHANNELS * 2
     own = PARTS * PART * _channel_bytes(coded, step, item_bytes)
     stage = rows * step * inputs.x.dtype.itemsize + own
     stages = stages or min(left // stage, MAX_STAGES)
     cut = items.columns, step, steps_of_part(items.steps, parts), parts
-    return Problem(gate, rows, channels, *cut, stages, dtype, num_blocks, interpret, coded)
+    how = stages, dtype, num_blocks, interpret, coded
+    return Problem(gate, rows, channels, *cut, *how, block_steps)
 
 
 def _channel_bytes(coded: Coded | None, step: int, item_bytes: float | int) -> int:

@@ -54,6 +54,16 @@ def items_of(channels: int, contraction: int, item_bytes: float | int, gated: bo
     return Items(columns, step, -(-contraction // step), item_bytes < 1)
 
 
+def joined_items(channels: int, blocks: int, inputs: int) -> Items:
+    """Describe a product whose contraction is that of blocks of four bits, one after the other.
+
+    A step is of one block: their inputs are a multiple of 64.
+    """
+    columns = -(-channels // (PARTS * PART))
+    step = next((n for n in FOUR_BIT_STEPS if inputs % n == 0), FOUR_BIT_STEPS[-1])
+    return Items(columns, step, blocks * (inputs // step))
+
+
 def steps_of_part(steps: int, parts: int) -> int:
     """Return the steps of a part of a contraction; a last one of four bits may be past its end."""
     return -(-steps // parts)
@@ -84,11 +94,11 @@ def count_parts(
     tiles = max(1.0, experts * -math.expm1(-mean_pairs / 2))
     if tile_rows(mean_pairs) > TILE_ROWS[0]:  # sums of many rows take memory
         return 1, 1
-    gated, down = (_parts_of(items, tiles * items.columns, cores) for items in products)
+    gated, down = (parts_of(items, tiles * items.columns, cores) for items in products)
     return gated, down
 
 
-def _parts_of(items: Items, whole: float, cores: int) -> int:
+def parts_of(items: Items, whole: float, cores: int) -> int:
     """Return the parts of a product that has so many items if it is not cut.
 
     Half of the memory's rate is fast enough: the sums of parts take time, too.

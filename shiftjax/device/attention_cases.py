@@ -13,7 +13,8 @@ does this process. Standard output is a line of JSON for everything that happens
 The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
 pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
 (`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
-few steps of theirs (`expert_cases`).
+few steps of theirs (`expert_cases`), one with matrices of four bits some products
+(`packed_cases`).
 """
 
 import dataclasses
@@ -33,12 +34,14 @@ import numpy as np
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device import expert_cases, write_cases
+from shiftjax.device import expert_cases, packed_cases, write_cases
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.device.packed_cases import PackedStep
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
+from shiftjax.models.packed_backend import PackedMatrix, PackedShape
 from shiftjax.parallel.grid import Device
 
 NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
@@ -66,12 +69,20 @@ class Trial:
         experts = ExpertShape(*of_experts) if of_experts else None
         windows = (Chunk(**each) if isinstance(each, dict) else each for each in shape["windows"])
         tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
-        shape = Shape(**shape | tuples | {"experts": experts})
+        shape = Shape(**shape | tuples | {"experts": experts, "packed": _packed_of(shape)})
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
         cases = Cases(**cases | {"decodes": tuple(cases["decodes"]), "chunks": chunks})
         ids = tuple(fields["device_ids"])
         return cls(**fields | {"shape": shape, "cases": cases, "device_ids": ids})
+
+
+def _packed_of(shape: dict[str, Any]) -> PackedShape | None:
+    """Return the matrices of four bits of a shape that was read."""
+    if not (read := shape.get("packed")):
+        return None
+    matrices, *others = read
+    return PackedShape(tuple(PackedMatrix(*each) for each in matrices), *others)
 
 
 class Problem(NamedTuple):
@@ -199,6 +210,13 @@ def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device])
     )
 
 
+def try_packed(step: PackedStep, shape: PackedShape, devices: Sequence[Device]) -> Problem | None:
+    """Run one product with a matrix of four bits; None: nothing is wrong."""
+    outputs = partial(packed_cases.outputs_of, shape=shape, step=step, devices=devices)
+    right, wrong = outputs(packed_cases.loop), packed_cases.wrong_with_tokens
+    return attempt(lambda: outputs(packed_cases.kernels), right, wrong, devices)
+
+
 def attempt(
     compile_kernels: Callable[[], Callable[[], np.ndarray]],
     right: Callable[[], np.ndarray],
@@ -248,6 +266,9 @@ def tries_of(
     if shape.experts is not None and why_not_traced(shape.experts) is None:
         for step in expert_cases.expert_steps(shape.experts.per_token):
             yield step.name, partial(try_experts, step, shape.experts, devices)
+    if shape.packed is not None:
+        for step in packed_cases.packed_steps(shape.packed):
+            yield step.name, partial(try_packed, step, shape.packed, devices)
 
 
 def run_trial(trial: Trial, say: Callable[..., None]) -> None:

@@ -35,6 +35,7 @@ from shiftjax.device.attention_cases import Trial
 from shiftjax.device.attention_steps import Cases, Shape
 from shiftjax.models.expert_backend import expert_shape
 from shiftjax.models.gpu_software import versions
+from shiftjax.models.packed_backend import packed_shape
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -43,6 +44,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
+BACKENDS = "attention", "expert", "packed"
 
 
 class KernelCheck(NamedTuple):
@@ -75,8 +77,8 @@ def shape_of(
     bucket = largest.tokens, largest.rows, largest.seqs
     own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
-    late = model.num_late_layers > 0
-    return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, has_late=late)
+    more = {"has_late": model.num_late_layers > 0, "packed": packed_shape(layout, formats)}
+    return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, **more)
 
 
 def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape) -> str | None:
@@ -133,7 +135,7 @@ def sources_hash() -> str:
     kernels, here = Path(pallas_kernels.__path__[0]), Path(__file__).parent
     files = [path for path in kernels.iterdir() if path.suffix in (".py", ".json")]
     files += [*here.glob("*_cases.py"), here / "attention_steps.py"]
-    files += [here.parent / "models" / f"{name}_backend.py" for name in ("attention", "expert")]
+    files += [here.parent / "models" / f"{name}_backend.py" for name in BACKENDS]
     total = hashlib.sha256()
     for path in sorted(files):
         total.update(f"{path.name} {path.stat().st_size}\n".encode() + path.read_bytes())

@@ -19,6 +19,7 @@ from shiftjax.arch.formats import FORMATS
 from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.expert_backend import ExpertShape
+from shiftjax.models.packed_backend import PackedShape
 from shiftjax.parallel.layout import Layout
 
 BEYOND_WINDOW = 65  # tokens that the longest contexts have more than a window, at least
@@ -47,6 +48,7 @@ class Shape:
     soft_cap: float | None = None  # of scores
     has_sinks: bool = False
     has_late: bool = False  # layers that compute logit rows alone
+    packed: PackedShape | None = None  # matrices of four bits that are no experts'
 
     @property
     def layout(self) -> Layout:

@@ -29,6 +29,7 @@ from shiftjax.models.attention_backend import AttentionBackend, AttentionNeeds, 
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
+from shiftjax.models.packed_backend import choose_packed
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
 from shiftjax.routing.history import RoutingHistory
@@ -76,6 +77,7 @@ def define_steps(
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
+        packed = choose_packed(layout, of_width.formats, own, attention.name)
         model = define(layout, of_width.formats)
         is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name
@@ -85,7 +87,7 @@ def define_steps(
         for group in grid.groups(width):
             mesh = group_mesh(devices, grid, group)
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
-            found[group] = replace(step, expert_modes=used)
+            found[group] = replace(step, expert_modes=used, packed=packed)
     return found
 
 

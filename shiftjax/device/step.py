@@ -47,6 +47,7 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
+from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 from shiftjax.models.speculator import DraftRows
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
@@ -145,6 +146,7 @@ class StepDef:
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
     expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
+    packed: PackedBackend = XLA_PACKED
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
@@ -261,7 +263,7 @@ class StepDef:
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
-        context = context._replace(token_ids=ids, counted=counted)
+        context = context._replace(token_ids=ids, counted=counted, packed=self.packed)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         hidden, pools = model.run_layers(x, pools, context)
         own = ()

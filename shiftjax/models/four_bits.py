@@ -41,6 +41,21 @@ def packed_product(
     return tiled_product(x, codes.shape[0], tile_of)
 
 
+def packed_blocks(
+    x: Float[Array, "tokens in"],
+    codes: UInt8[Array, "blocks out half"],
+    scales: Real[Array, "blocks groups out"],
+    zeros: UInt8[Array, "blocks groups out"] | None = None,
+) -> Float[Array, "tokens out"]:
+    """Multiply by a row-parallel matrix of four bits, which is in blocks of inputs, float32."""
+    x = x.reshape(x.shape[0], codes.shape[0], -1)
+    parts = [
+        packed_product(x[:, i], codes[i], scales[i].T, None if zeros is None else zeros[i].T)
+        for i in range(codes.shape[0])
+    ]
+    return sum(parts[1:], parts[0])
+
+
 def tiled_product(
     x: Float[Array, "tokens in"], num_outputs: int, tile_of: Callable[[Array, int], Array]
 ) -> Float[Array, "tokens out"]:

@@ -12,6 +12,7 @@ from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
+from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
@@ -47,6 +48,7 @@ class Context(NamedTuple):
     # Layers of experts append the pairs that this device computes with each of its own; None: no
     # layer does.
     counted: list[Array] | None = None
+    packed: PackedBackend = XLA_PACKED  # of matrices of four bits that are no experts'
 
 
 def look_up(

@@ -87,8 +87,8 @@ class Attention(Part):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place, *_ = context
-        q, k = self._heads(x, "q"), self._heads(x, "k")
-        v = k if self.kind.keys_are_values else self._heads(x, "v")
+        q, k = self._heads(x, "q", context), self._heads(x, "k", context)
+        v = k if self.kind.keys_are_values else self._heads(x, "v", context)
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, parallel)
         elif self.config.qk_norm:
@@ -104,13 +104,13 @@ class Attention(Part):
         terms = self.terms(place)
         pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
         out = backend.attend(q, pool, metadata, terms)
-        return self._output(parallel.gather_heads(out), parallel), pool
+        return self._output(parallel.gather_heads(out), parallel, context), pool
 
     def _heads(
-        self, x: Float[Array, "tokens hidden"], name: str
+        self, x: Float[Array, "tokens hidden"], name: str, context: Context
     ) -> Float[Array, "tokens heads head_dim"]:
         """Project to the q, k or v heads of this device."""
-        heads = self._out(x, name)
+        heads = self._out(x, name, context.packed)
         if not self.config.attention_bias:
             return heads
         return heads + getattr(self, f"{name}_bias")[...][None]
@@ -162,10 +162,10 @@ class Attention(Part):
         return weigh(wide_q, scale[:, 0], self.q_norm), weigh(wide_k, scale[:, 1], self.k_norm)
 
     def _output(
-        self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel
+        self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel, context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Project the heads of this device back, and sum over devices."""
-        out = parallel.reduce(self._in(out.reshape(out.shape[0], -1), "o"))
+        out = parallel.reduce(self._in(out.reshape(out.shape[0], -1), "o", context.packed))
         return out + self.o_bias[...][None] if self.config.output_bias else out
 
 
@@ -177,13 +177,13 @@ class SharingAttention(Attention):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
-        q = self._heads(x, "q")
+        q = self._heads(x, "q", context)
         if self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
         parallel = parallel.of_heads(self.heads)
         q = parallel.scatter_queries(self._rotated(q, context))
         out = backend.attend(q, pool, metadata, self.terms(place))
-        return self._output(parallel.gather_heads(out), parallel), pool
+        return self._output(parallel.gather_heads(out), parallel, context), pool
 
 
 class LateAttention(Attention):
@@ -194,10 +194,10 @@ class LateAttention(Attention):
     ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
         """Return the (reduced) output and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
-        q = self._rotated(self._heads(x, "q"), context)
+        q = self._rotated(self._heads(x, "q", context), context)
         own = metadata.block_tables, metadata.work, self.terms(place)
         out = backend.attend_rows(q, pool, *own)
-        return self._output(out, parallel), pool
+        return self._output(out, parallel, context), pool
 
 
 class SwiftKV(Part):
@@ -224,7 +224,7 @@ class SwiftKV(Part):
         are heads, then layers (keys of all, values of all).
         """
         x = norm(hidden, self.norm[...], self.config)
-        kv = self._out(x, "kv")
+        kv = self._out(x, "kv", context.packed)
         if self.config.attention_bias:
             kv = kv + self.kv_bias[...][None]
         keys, values = jnp.split(kv, 2, axis=2)

@@ -26,12 +26,15 @@ class MLP(Part):
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
-        return self._plus_bias(context.parallel.reduce(self.partial(x)), "down")
+        return self._plus_bias(context.parallel.reduce(self.partial(x, context)), "down")
 
-    def partial(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"]:
+    def partial(
+        self, x: Float[Array, "tokens hidden"], context: Context
+    ) -> Float[Array, "tokens hidden"]:
         """Return what this device adds to it, without the last bias."""
-        gate, up = (self._plus_bias(self._out(x, name), name) for name in ("gate", "up"))
-        return self._in(gate_with(self.config.activation, gate, up), "down")
+        packed = context.packed
+        gate, up = (self._plus_bias(self._out(x, name, packed), name) for name in ("gate", "up"))
+        return self._in(gate_with(self.config.activation, gate, up), "down", packed)
 
     def _plus_bias(self, x: Float[Array, "tokens out"], name: str) -> Float[Array, "tokens out"]:
         bias = getattr(self, f"{name}_bias", None)
@@ -82,7 +85,7 @@ class MoE(Part):
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"]:
         """Return the (reduced) output."""
-        return self._experts(x, self._layer(context), context, self._shared(x))
+        return self._experts(x, self._layer(context), context, self._shared(x, context))
 
     def _experts(
         self,
@@ -109,11 +112,13 @@ class MoE(Part):
         param = getattr(self, name, None)
         return None if param is None else param[...]
 
-    def _shared(self, x: Float[Array, "tokens hidden"]) -> Float[Array, "tokens hidden"] | None:
+    def _shared(
+        self, x: Float[Array, "tokens hidden"], context: Context
+    ) -> Float[Array, "tokens hidden"] | None:
         """Return what this device adds to the output of the expert that every token uses."""
         if not hasattr(self, "shared"):
             return None
-        out = self.shared.partial(x)
+        out = self.shared.partial(x, context)
         if not hasattr(self, "shared_gate"):
             return out
         logit = jnp.einsum(

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
+from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 from shiftjax.models.products import Matrix, project_in, project_out
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
@@ -22,18 +23,22 @@ class Part(nnx.Module):
         for name, param in params.items():
             setattr(self, name, param)
 
-    def _out(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "..."]:
+    def _out(
+        self, x: Float[Array, "tokens in"], name: str, packed: PackedBackend = XLA_PACKED
+    ) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
         values = getattr(self, name)[...]
         matrix = self._matrix(name, values.reshape(-1, values.shape[-1]))
-        return project_out(x, matrix).reshape(x.shape[0], *values.shape[:-1])
+        return project_out(x, matrix, packed).reshape(x.shape[0], *values.shape[:-1])
 
-    def _in(self, x: Float[Array, "tokens in"], name: str) -> Float[Array, "tokens out"]:
+    def _in(
+        self, x: Float[Array, "tokens in"], name: str, packed: PackedBackend = XLA_PACKED
+    ) -> Float[Array, "tokens out"]:
         """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
         values = getattr(self, name)[...]
         if not hasattr(self, f"{name}{SCALE}"):
             values = values.reshape(-1, values.shape[-1])
-        return project_in(x, self._matrix(name, values))
+        return project_in(x, self._matrix(name, values), packed)
 
     def _matrix(self, name: str, values: Array) -> Matrix:
         """Return a matrix with its scales, and with what its inputs are in units of, if it is."""

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Float8e4m3fn, Real
 
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
-from shiftjax.models.four_bits import is_packed, packed_product
+from shiftjax.models.four_bits import is_packed
+from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
@@ -65,39 +66,31 @@ def in_blocks(codes: Real[Array, "out inputs"], num_blocks: int) -> Real[Array, 
     return codes.reshape(codes.shape[0], num_blocks, -1).swapaxes(0, 1)
 
 
-def project_out(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
-    """Multiply by a column-parallel matrix."""
+def project_out(
+    x: Float[Array, "tokens in"], matrix: Matrix, packed: PackedBackend = XLA_PACKED
+) -> Float[Array, "tokens out"]:
+    """Multiply by a column-parallel matrix, one of four bits with `packed`."""
     if matrix.scale is None:
         return jnp.einsum("ti,oi->to", x, matrix.values)
     if is_packed(matrix.values):
-        return packed_product(x, matrix.values, matrix.scale, matrix.zero).astype(x.dtype)
+        return packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(x.dtype)
     codes, scale = _activations(x, matrix)
     out = _product(codes, matrix.values) * scale[:, None]
     return (out * matrix.scale[None]).astype(x.dtype)
 
 
-def project_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
+def project_in(
+    x: Float[Array, "tokens in"], matrix: Matrix, packed: PackedBackend = XLA_PACKED
+) -> Float[Array, "tokens out"]:
     """Multiply by a row-parallel matrix; the result wants an all-reduce."""
     if matrix.scale is None:
         return jnp.einsum("ti,io->to", x, matrix.values)
     blocks = matrix.values
     if is_packed(blocks):
-        return _packed_in(x, matrix).astype(x.dtype)
+        return packed.into(x, blocks, matrix.scale, matrix.zero).astype(x.dtype)
     codes, scale = _activations(x.reshape(x.shape[0], blocks.shape[0], -1), matrix)
     parts = [_product(codes[:, i], blocks[i]) * scale[:, i, None] for i in range(blocks.shape[0])]
     return (sum(parts[1:], parts[0]) * matrix.scale[None]).astype(x.dtype)
-
-
-def _packed_in(x: Float[Array, "tokens in"], matrix: Matrix) -> Float[Array, "tokens out"]:
-    """Multiply by blocks of four bits, float32; their scales are `[blocks, groups, out]`."""
-    blocks, scale, zero = matrix.values, matrix.scale, matrix.zero
-    assert scale is not None
-    x = x.reshape(x.shape[0], blocks.shape[0], -1)
-    parts = [
-        packed_product(x[:, i], blocks[i], scale[i].T, None if zero is None else zero[i].T)
-        for i in range(blocks.shape[0])
-    ]
-    return sum(parts[1:], parts[0])
 
 
 def _activations(

@@ -1,4 +1,4 @@
-"""Steps of gpt-oss with experts of four bits, compiled for H200s: they are read as they are."""
+"""Steps with weights of four bits, compiled for H200s: they are read as they are."""
 
 import math
 import re
@@ -12,7 +12,8 @@ from hlo import collectives, instructions, sizes_of
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.models.four_bits import GPU_TILE_NUMBERS, packed_product
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Device, Mode
+from shiftjax.parallel.stored import with_packed_codes
 
 aot.require()
 pytestmark = pytest.mark.thorough
@@ -35,12 +36,22 @@ CASES = {
     "shift of SP 8, decodes": Case(8, 1, Mode(8, 1), "mxfp4", model=MODEL),
     "TP 8, decodes": Case(1, 8, Mode(1, 1), "mxfp4", model=MODEL),
 }
+DENSE = with_packed_codes(replace(PRESETS["llama-70b"], num_layers=NUM_LAYERS), "int4")
+DENSE_CASES = {
+    "base of SP 8, a chunk": Case(8, 1, Mode(8, 8), "int4", model=DENSE, num_tokens=1280),
+    "shift of SP 8, decodes": Case(8, 1, Mode(8, 1), "int4", model=DENSE),
+    "TP 8, decodes": Case(1, 8, Mode(1, 1), "int4", model=DENSE),
+}
+MATRICES = 7  # of a layer
 
 
 @pytest.fixture(scope="module", params=CASES)
 def one(request) -> CompiledStep:
-    mesh = aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",))
-    return compile_step(CASES[request.param], list(mesh.devices.flat))
+    return compile_step(CASES[request.param], devices())
+
+
+def devices() -> list[Device]:
+    return list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat)
 
 
 def test_products_are_kernels_and_weights_stay_four_bits(one):
@@ -58,9 +69,29 @@ def test_products_are_kernels_and_weights_stay_four_bits(one):
     assert one.temporary_bytes < 2 * stacks[0]  # widened codes of one matrix would be 4 times that
 
 
+@pytest.mark.parametrize("name", DENSE_CASES)
+def test_dense_matrices_are_read_as_they_are(name):
+    """Each is a kernel; nothing has as many numbers as a matrix, and no layer adds temporaries."""
+    case = DENSE_CASES[name]
+    one, longer = (
+        compile_step(case._replace(model=replace(DENSE, num_layers=layers)), devices())
+        for layers in (NUM_LAYERS, 2 * NUM_LAYERS)
+    )
+    assert one.step.packed.name == "pallas" and one.step.packed.reason == ""
+    assert one.text.count("grouped_product") >= NUM_LAYERS * MATRICES
+    pairs = zip(one.step.model.declared, one.shards, strict=True)
+    shapes = [(w.name, math.prod(x.sharding.shard_shape(x.shape)), w.kind) for w, x in pairs]
+    codes = {size for name, size, kind in shapes if kind == "codes" and "down" in name}
+    (down,) = codes  # of one layer
+    made = [i for i in instructions(one.text) if i.opcode not in UNTOUCHED]
+    assert [i for i in made if math.prod(sizes_of(i.shape)) in (down, 2 * down)] == []
+    assert abs(longer.temporary_bytes - one.temporary_bytes) < 8e6
+    assert collectives(one.text) == predicted_collectives(one)
+
+
 @pytest.mark.parametrize("tokens", [64, 4096])
 def test_dense_matrices_are_widened_in_few_tiles(tokens):
-    """Each is some launches; a tile is no more than what the chip caches."""
+    """Without kernels each is some launches; a tile is no more than what the chip caches."""
     outputs, inputs = 7168, 8192  # gate and up of Llama-70B on one of 8 devices
     mesh = aot.make_mesh(CHIP, (1,), ("x",))
     arrays = (

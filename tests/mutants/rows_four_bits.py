@@ -24,9 +24,14 @@ ROWS = (
     ),
     Mutant(
         "kernels give a group the scale of the next", "kernels", "pallas_kernels/grouped_fetch.py",
-        "(item.part * problem.steps + k) * problem.step, jnp",
-        "(item.part * problem.steps + k + 1) * problem.step, jnp",
+        "first = lax.div(nth * problem.step,", "first = lax.div((nth + 1) * problem.step,",
         (KERNEL_PRODUCTS,), "texts are plausible and wrong",
+    ),
+    Mutant(
+        "kernels multiply all steps with the first block", "kernels",
+        "pallas_kernels/grouped_fetch.py",
+        "    return block, nth - block", "    return 0 * block, nth - block",
+        ("tests/kernels/test_dense.py",), "o and down of a device with several blocks are wrong",
     ),
     Mutant(
         "kernels drop the last group of a row", "kernels", "pallas_kernels/four_bits.py",
