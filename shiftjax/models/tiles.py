@@ -51,8 +51,9 @@ def _gated_mlp(
     """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
 
     def multiply(x: jax.Array, name: str) -> jax.Array:
-        parts = (getattr(weights, f"{name}{suffix}") for suffix in ("", "_scale", "_zero"))
-        values, scale, zero = (None if each is None else each[expert] for each in parts)
+        values = getattr(weights, name)[expert]
+        parts = (getattr(weights, f"{name}{suffix}") for suffix in ("_scale", "_zero"))
+        scale, zero = (None if each is None else each[expert] for each in parts)
         if is_packed(values):  # `[groups, out]` to `[out, groups]`, as of a column-parallel matrix
             scale, zero = (None if each is None else each.T for each in (scale, zero))
         out = project_out(x, Matrix(values, scale, zero=zero))

@@ -28,8 +28,8 @@ def target(
     names = {"model": model, "machine": machine, "dtype": dtype, "kv_cache_dtype": kv}
     found = target_from(names | {"engine": "vllm", "hosts": hosts})
     length = max(LONGEST, found.model.max_position_embeddings)
-    model = replace(found.model, max_position_embeddings=length)
-    return replace(found, model=model, engine=found.engine.completions)
+    longer = replace(found.model, max_position_embeddings=length)
+    return replace(found, model=longer, engine=found.engine.completions)
 
 
 class Latency(NamedTuple):

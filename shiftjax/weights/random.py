@@ -59,7 +59,9 @@ class RandomSource:
         assert codes is not None
         shape = part_shape(info.shape, suffix, codes)
         rows, columns = bounds(info._replace(shape=shape), index)
-        block = read_random((self._seed, name), suffix, info.shape, codes, rows)[:, columns]
+        outputs, inputs = info.shape
+        stream = self._seed, name
+        block = read_random(stream, suffix, (outputs, inputs), codes, rows)[:, columns]
         return np.ascontiguousarray(block if suffix else block.astype(info.dtype, copy=False))
 
 

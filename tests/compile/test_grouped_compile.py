@@ -70,7 +70,7 @@ CASES = {
     ),
     "GPT-OSS 120B, chunks, four bits": Case(2880, 2880, 16, 4, 4096, 128, is_limited=True, **MXFP4),
     "GPT-OSS 120B, few rows, four bits": Case(
-        2880, 2880, 16, 4, 8, 16, is_limited=True, parts=(4, 8), **MXFP4
+        2880, 2880, 16, 4, 7, 16, is_limited=True, parts=(4, 8), **MXFP4
     ),
     "Qwen3-30B-A3B, decodes, integers": Case(2048, 768, 16, 8, 64, 16, has_zeros=True, **INT4),
     "Mixtral 8x7B, chunks, integers": Case(4096, 14336, 1, 2, 4096, 128, **INT4),

@@ -189,7 +189,7 @@ def test_weights_stay_where_they_are_and_memory_does_not_grow(built):
         return [
             shard.data.unsafe_buffer_pointer()
             for runner in built.runners
-            for arrays in runner.memory._by_mode.values()
+            for arrays in runner.memory._by_use.values()
             for array in arrays
             for shard in array.addressable_shards
         ]

@@ -46,9 +46,7 @@ QUICK_ONES = {
     ("llama", 2),
     ("gemma3_text", 2),
     ("qwen3", 3),
-    ("llama4_text", 2),
     ("llama4_chunks", 2),
-    ("llama4_chunks_128e", 2),
     ("gemma4_text", 4),
 }
 QUICK_ONES |= {("gemma4_experts", 4)}
@@ -72,7 +70,6 @@ USES += [(4, 2, 4, 2, 1), (4, 2, 4, 2, 2), (8, 1, 1, 4, 2)]
 USE_CASES = [(name, *use) for name in OF_EXPERTS for use in USES]
 QUICK_USES = [
     ("qwen2_moe", 4, 2, 2, 4, 4),
-    ("llama4_text", 4, 2, 4, 4, 2),
     ("gpt_oss", 4, 2, 4, 2, 1),
 ]
 

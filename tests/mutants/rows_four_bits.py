@@ -19,7 +19,7 @@ ROWS = (
         "kernels read the halves of bytes as each other", "kernels", "pallas_kernels/four_bits.py",
         "_shifted(word, 12 - 4 * pair), _shifted(word, 6 - 4 * pair)",
         "_shifted(word, 12 - 4 * (pair ^ 1)), _shifted(word, 6 - 4 * (pair ^ 1))",
-        ("tests/kernels/test_four_bits.py::test_every_word_has_its_eight_numbers",),
+        ("tests/kernels/test_four_bit_registers.py::test_every_word_has_its_eight_numbers",),
         "neighbouring inputs change places",
     ),
     Mutant(
@@ -42,13 +42,13 @@ ROWS = (
     Mutant(
         "threads of a row have the scales of the other group", "kernels",
         "pallas_kernels/four_bits.py", "(-6,), (-2, -3, same))", "(-6,), (-3, -2, same))",
-        ("tests/kernels/test_four_bits.py::test_threads_hold_what_instructions_take",),
+        ("tests/kernels/test_four_bit_registers.py::test_threads_hold_what_instructions_take",),
         "only a GPU shows it",
     ),
     Mutant(
         "channels of gate and up are turned another way", "kernels", "pallas_kernels/four_bits.py",
         "(-9, -5), (-11, -7, -2))", "(-9, -7), (-11, -5, -2))",
-        ("tests/kernels/test_four_bits.py::test_threads_hold_what_instructions_take",),
+        ("tests/kernels/test_four_bit_registers.py::test_threads_hold_what_instructions_take",),
         "only a GPU shows it",
     ),
     Mutant(

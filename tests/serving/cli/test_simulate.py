@@ -66,6 +66,7 @@ def test_a_recommendation_without_sp_speaks_of_no_shift(capsys):
     assert "steps, and how far they split the experts" not in after
 
 
+@pytest.mark.thorough
 def test_a_recommendation_with_experts_says_how_far_steps_split_them(capsys, tmp_path):
     assert main(["plan", "--model", "qwen3-30b-a3b", "--out", str(tmp_path)]) == 0
     _, _, after = capsys.readouterr().out.partition("recommended: ")
@@ -215,6 +216,7 @@ def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path)
     assert "\nconfig: these settings take " in out
 
 
+@pytest.mark.thorough
 def test_the_users_settings_are_compared_with_what_is_recommended(capsys, tmp_path):
     file = tmp_path / "engine.yaml"
 
