@@ -40,7 +40,7 @@ OURS = (
     "Their lengths were not found: 4,096 in and 256 out; bursts of three times what DP keeps up "
     "with (Llama-70B: 21 requests/s over 2; published are 10 to 30 over 2 to 5)."
 )
-NO_MXFP4 = "GPT-OSS in FP8, for MXFP4 is not priced."
+NO_MXFP4 = "GPT-OSS in FP8, where the paper has MXFP4."
 UNKNOWN_STREAMS = "How many streams saturate is not stated: 200 requests of 4,096 in and 256 out."
 
 
