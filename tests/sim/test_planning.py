@@ -26,6 +26,7 @@ ASKED = (  # each model, machine and engine with several of the others
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("model", "machine", "engine", "dtype"), ASKED)
 def test_plan_and_replay_agree(model, machine, engine, dtype):
     names = {"model": model, "machine": machine, "engine": engine, "dtype": dtype}

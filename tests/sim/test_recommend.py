@@ -55,7 +55,7 @@ def dominates(one: Estimate, other: Estimate) -> bool:
     return all(a <= b * (1 + SAME) for a, b in pairs) and any(a < b * (1 - SAME) for a, b in pairs)
 
 
-@pytest.mark.costs(10)
+@pytest.mark.costs(15)
 def test_no_row_dominates_the_recommended_one():
     behind = []
     for number, (target, workload, table) in enumerate(questions(20, seed=7)):

@@ -198,6 +198,7 @@ def peak_bytes(num_requests):
 
 
 def test_who_waits_and_who_has_ended_hold_no_token_ids():
+    peak_bytes(42)  # prices that are kept are those of later runs, too
     assert peak_bytes(42) - peak_bytes(2) < 40 * 4096  # a list of token ids has 64 times as much
 
 

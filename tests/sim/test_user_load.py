@@ -135,7 +135,7 @@ def test_no_more_servers_than_users_are_tried():
     assert max(each.num_servers for each in trials.all) <= 10
 
 
-@pytest.mark.costs(15)
+@pytest.mark.costs(25)
 def test_a_server_of_a_plan_keeps_its_limits_for_its_users():
     """By replays of its own, without the first round; with half as many again it does not."""
     trials = Trials(LOAD, LIMITS, 0.05, 40)

@@ -189,6 +189,7 @@ def test_the_options_reach_the_replay(capsys, tmp_path):
     assert row("--max-num-batched-tokens", "512")["steps_base"] == 2  # the first in three chunks
 
 
+@pytest.mark.thorough
 def test_the_engines_settings_are_a_row_and_the_budgets_of_all(capsys, tmp_path):
     file, trace = tmp_path / "engine.yaml", tmp_path / "trace.jsonl"
     settings = "model: llama-8b\nsp: 4\ntp: 2\nprefix_caching: false\nport: 80\n"
@@ -237,6 +238,7 @@ def test_the_users_settings_are_compared_with_what_is_recommended(capsys, tmp_pa
     )
 
 
+@pytest.mark.thorough
 def test_drafts_are_columns_and_the_engines_settings_count(capsys, tmp_path):
     def rows(*options: str) -> list[dict]:
         assert main([*QUICK[:-2], *options, "--compare", "shift", "--out", str(tmp_path)]) == 0
@@ -387,6 +389,7 @@ def test_settings_of_fleets_need_a_fleet(capsys):
 PHASES = ("--machine", "a10x8", "--model", "llama-8b", "--trace", "poisson", "--set", "rate=50")
 
 
+@pytest.mark.thorough
 def test_phases_have_shares_of_time_and_a_strip(capsys, tmp_path):
     sizes = ("--set", "seconds=1", "--set", "prompt_tokens=200", "--set", "output_tokens=5")
     command = ["mesh", "simulate", *PHASES, *sizes, "--compare", "tp8,pp8:tp8"]
