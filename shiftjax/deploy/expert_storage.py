@@ -20,22 +20,33 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
 
-def expert_problems(parallel: ParallelOptions, model: ModelConfig) -> list[str]:
-    """What is wrong with the settings of experts for this model."""
+def expert_problems(parallel: ParallelOptions, model: ModelConfig, *, is_fleet: bool) -> list[str]:
+    """What is wrong with the settings of experts for this model, in groups or in a fleet."""
     if parallel.experts == "auto":
         return []
     given = f"experts = {parallel.experts}"
-    if parallel.experts not in ("whole", "all") and not _ways(parallel):
+    if parallel.experts not in ("whole", "all") and not ways_of(parallel):
         return [f"{given} is none of auto, whole, all, and no number of ways"]
     if model.experts is None:
         return [f"{given} has no meaning for {model.name}, which has none: drop it"]
-    if parallel.experts == "whole" and parallel.gathers:
+    if parallel.experts != "all" and parallel.gathers:
         words = "with weights = gather each device stores 1/P of them"
         return [f"{given} cannot be had: {words}; use experts = all, or weights = alias"]
+    if is_fleet and ways_of(parallel):
+        words = "a unit of a fleet stores whole ones, for groups of all widths"
+        return [f"{given} cannot be had: {words}; use experts = auto, whole or all"]
     return []
 
 
-def _ways(parallel: ParallelOptions) -> int:
+def experts_setting(deployment: Deployment) -> str | None:
+    """What `experts` has to be for a deployment's group; None: there is nothing to say."""
+    layout = deployment.layout
+    if layout.model.experts is None or layout.sp == 1 or deployment.widths or layout.gathers:
+        return None
+    return str(layout.least_ways) if layout.experts_as is None else "whole"
+
+
+def ways_of(parallel: ParallelOptions) -> int:
     """How many ways experts are split at least; 0: the settings give no number."""
     return int(parallel.experts) if parallel.experts.isascii() and parallel.experts.isdigit() else 0
 
@@ -55,7 +66,7 @@ def with_experts(
         least = math.lcm(*widths)
     elif parallel.experts == "whole":
         least = layout.sp
-    elif ways := _ways(parallel):
+    elif ways := ways_of(parallel):
         possible = {layout.ways(mode): mode.sp for mode in layout.modes}
         if ways not in possible:
             given = f"experts = {ways}: sp = {layout.sp} and tp = {layout.tp} can split them"

@@ -227,7 +227,8 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     if parallel.devices:
         degree = parallel.devices // (parallel.dp * parallel.pp)
     used = degree * parallel.dp * parallel.pp
-    problems = stage_problems(parallel.pp, model) + expert_problems(parallel, model)
+    problems = stage_problems(parallel.pp, model)
+    problems += expert_problems(parallel, model, is_fleet=config.fleet.fleet)
     if wanted is not None and wanted > limit:
         problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
     if model.encoder is not None:

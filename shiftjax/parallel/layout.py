@@ -98,6 +98,11 @@ class Layout:
         """The mode that splits experts least: as it uses them they are stored, but in a fleet."""
         return Mode(self.sp, 1 if self.gathers else math.gcd(self.sp, self.experts_sp))
 
+    @property
+    def least_ways(self) -> int:
+        """How many ways experts are split in the mode that splits them least."""
+        return self.ways(self.least_split)
+
     def expert_modes(self, mode: Mode) -> tuple[Mode, ...]:
         """The modes as which steps of a mode may use experts; the last splits them most.
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from shiftjax.arch.contexts import longest_context
 from shiftjax.config import SERVER_BUDGETS, EngineConfig
+from shiftjax.deploy.expert_storage import experts_setting, ways_of
 from shiftjax.options import ConfigError
 from shiftjax.sim.best_row import best_of
 from shiftjax.sim.estimate import Workload
@@ -31,6 +32,7 @@ def leaves_mesh_open(config: EngineConfig, target: Target) -> bool:
         target.model.experts is not None
         and all(each is None for each in says)
         and (parallel.dp, parallel.pp) == (1, 1)
+        and not ways_of(parallel)  # a number is one of a mesh
         and not (parallel.gathers or config.fleet.fleet or config.host.is_one_of_several)
         and target.machine.num_hosts == 1
     )
@@ -60,9 +62,9 @@ def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
         return config
     dp, sp, tp = (getattr(best.deployment, name) for name in ("dp", "sp", "tp"))
     degrees = {"dp": dp, "sp": sp, "tp": tp}
-    if config.parallel.experts == "auto" and sp > 1:
-        layout = best.deployment.layout
-        degrees["experts"] = str(layout.num_devices // layout.experts_sp)
+    experts = experts_setting(best.deployment)
+    if config.parallel.experts == "auto" and experts is not None:
+        degrees["experts"] = experts
     logger.info(
         "experts on %d devices: %s by predicted costs; flags of these names say others",
         *(devices, ", ".join(f"{name} {value}" for name, value in degrees.items())),

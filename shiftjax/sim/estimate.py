@@ -83,7 +83,7 @@ def _experts(layout: Layout) -> dict[str, int]:
     """How many ways devices split the experts that they store, where there are some."""
     if layout.model.experts is None:
         return {}
-    return {"experts_split": layout.ways(layout.least_split)}
+    return {"experts_split": layout.least_ways}
 
 
 def estimate(target: Target, deployment: Deployment, workload: Workload) -> Estimate:

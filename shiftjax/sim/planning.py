@@ -8,6 +8,7 @@ from typing import Any
 from shiftjax.costs.crossing import shift_threshold
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.expert_storage import experts_setting
 from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
@@ -156,10 +157,9 @@ def degree_flags(deployment: Deployment) -> str:
     named = zip(("--dp", "--pp"), degrees, strict=True)
     flags = [f"{flag} {degree}" for flag, degree in named if degree > 1]
     flags += [f"--sp {deployment.sp}", f"--tp {deployment.tp}"]
-    layout = deployment.layout
-    if layout.model.experts is not None and layout.sp > 1 and not layout.gathers:
-        flags.append(f"--experts {layout.ways(layout.least_split)}")
-    return " ".join(flags + (["--weights gather"] if layout.gathers else []))
+    if (experts := experts_setting(deployment)) is not None:
+        flags.append(f"--experts {experts}")
+    return " ".join(flags + (["--weights gather"] if deployment.layout.gathers else []))
 
 
 def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from shiftjax.config import SETTINGS
 from shiftjax.core.policies import POLICIES
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.expert_storage import experts_setting
 from shiftjax.options import Setting
 from shiftjax.parallel.arrangements import without_unread
 from shiftjax.targets import NONE, Targets
@@ -55,21 +56,12 @@ def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
     values["quantization"] = "auto" if is_plain else formats.weights
     values["kv_cache_dtype"] = "auto" if formats.kv == formats.activations else formats.kv
     values |= _targets(deployment.targets)
-    values |= _experts(deployment)
+    if (experts := experts_setting(deployment)) is not None:
+        values["experts"] = experts
     values["host_memory"] = str(deployment.host_bytes)
     if POLICIES[deployment.policy].has_threshold and (deployment.sp > 1 or is_fleet):
         values["shift_threshold"] = deployment.threshold
     return {name: value for name, value in values.items() if name in SETTINGS}
-
-
-def _experts(deployment: Deployment) -> dict[str, str]:
-    """How far experts are split, where a group leaves that open."""
-    layout = deployment.layout
-    if layout.model.experts is None or layout.sp == 1 or deployment.widths or layout.gathers:
-        return {}
-    if layout.experts_as is not None:
-        return {"experts": "whole"}
-    return {"experts": str(layout.num_devices // layout.experts_sp)}
 
 
 def _targets(targets: Targets) -> dict[str, Any]:

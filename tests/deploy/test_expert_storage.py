@@ -53,6 +53,8 @@ def test_stages_count_their_own_layers():
     ("options", "words"),
     [
         ({"experts": "whole", "weights": "gather"}, "use experts = all, or weights = alias"),
+        ({"experts": "4", "weights": "gather"}, "use experts = all, or weights = alias"),
+        ({"experts": "4", "sp": None, "fleet": True}, "use experts = auto, whole or all"),
         ({"experts": "whole", "model": PRESETS["llama-70b"]}, "has no meaning for llama-3.3-70b"),
     ],
 )

@@ -44,6 +44,7 @@ def test_a_dense_model_keeps_the_rule():
         ({"dp": 4}, (4, 2, 1)),
         ({"fleet": True, "tp": 2}, None),
         ({"weights": "gather"}, (1, 8, 1)),
+        ({"experts": "4"}, (1, 8, 1)),
     ],
 )
 def test_what_the_settings_say_is_kept(options, degrees):
