@@ -26,7 +26,7 @@ def rope_frequencies(
     if scaling.kind == "yarn":
         kept = _yarn_kept(theta, scaling, rotary_dim)
     else:
-        kept = [_llama3_kept(f, scaling) for f in frequencies]
+        kept = [llama3_kept(f, scaling) for f in frequencies]
     return [k * f + (1 - k) * f / scaling.factor for k, f in zip(kept, frequencies, strict=True)]
 
 
@@ -41,7 +41,7 @@ def served_within(model: ModelConfig, longest: int) -> ModelConfig:
     return model
 
 
-def _llama3_kept(frequency: float, scaling: RopeScaling) -> float:
+def llama3_kept(frequency: float, scaling: RopeScaling) -> float:
     """Return how much of a frequency stays: all where the wavelength is short; of linear none."""
     if scaling.kind == "linear":
         return 0.0

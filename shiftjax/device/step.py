@@ -116,6 +116,11 @@ class Packing:
         """Elements of the vector."""
         return sum(int(np.prod(shape)) for shape in self.shapes)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the bucket, if what is packed are the inputs of a step."""
+        return self.treedef.unflatten(self.shapes).token_ids[0]
+
     def pack(self, tree: Any) -> np.ndarray:
         """Return a new vector (the device may read it in place, so it is never reused)."""
         leaves = self.treedef.flatten_up_to(tree)
@@ -191,12 +196,11 @@ class StepDef:
 
         `pools` and `tables` may be arrays or `jax.ShapeDtypeStruct`s with shardings.
         """
-        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
-        params = self.weights.abstract(mode, self.mesh, self.experts_in(mode, num_tokens))
+        params = self.weights.abstract(mode, self.mesh, self.experts_in(mode, packing.num_tokens))
         replicated = named(self.mesh, replicated_spec())
         last_tokens = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32, sharding=replicated)
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
-        hidden = self.hidden(mode, num_tokens)
+        hidden = self.hidden(mode, packing.num_tokens)
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
         lowered = step.lower(params, pools, last_tokens, flat, tables, *hidden)
         options = COMPILER_OPTIONS[self.platform] | self.gpu_options
@@ -223,8 +227,7 @@ class StepDef:
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
         if self.counts:
             given_back = *given_back, everywhere if is_spread(self.mesh) else counts_spec()
-        num_tokens = packing.treedef.unflatten(packing.shapes).token_ids[0]
-        parallel = Parallel(self.layout, mode, self.experts_in(mode, num_tokens))
+        parallel = Parallel(self.layout, mode, self.experts_in(mode, packing.num_tokens))
 
         def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":

@@ -12,10 +12,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Real, UInt8
 
+from shiftjax.parallel.four_bits import SYMMETRIC_ZERO
+
 TILE_NUMBERS = 1 << 19  # of a tile, widened: what caches of CPUs hold
 GPU_TILE_NUMBERS = 1 << 24  # the same: 32 MiB of bfloat16, of the 50 of an H100; each is launches
 LEAST_TOKENS = 8  # of fewer XLA makes sums for CPUs that widen one number after the other
-SYMMETRIC_ZERO = 8  # of codes without zero points
 
 
 def is_packed(values: Array) -> bool:

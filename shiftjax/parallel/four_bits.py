@@ -23,6 +23,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
 LEAST_PART = 16  # inputs; a float32 for fewer would take half as much as their codes
+SYMMETRIC_ZERO = 8  # of codes without zero points
 ZERO = "_zero"  # after the name of the matrix whose zero points they are
 
 

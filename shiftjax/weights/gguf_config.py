@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shiftjax.arch.config import ModelConfig, RopeScaling
+from shiftjax.arch.rotary import llama3_kept
 from shiftjax.gguf_header import GgufHeader
 from shiftjax.weights.gguf_families import FAMILIES, as_written
 from shiftjax.weights.source import CheckpointError
@@ -153,9 +154,5 @@ def _follow(factors: np.ndarray, scaling: RopeScaling, frequencies: np.ndarray) 
 
 def _llama3_divisors(scaling: RopeScaling, frequencies: np.ndarray) -> np.ndarray:
     """Original frequency over scaled frequency (Llama 3.1 model card, `apply_scaling`)."""
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    if low == high:
-        return np.where(turns > high, 1.0, scaling.factor)
-    smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
-    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)
+    kept = np.array([llama3_kept(each, scaling) for each in frequencies])
+    return 1.0 / ((1.0 - kept) / scaling.factor + kept)

@@ -17,7 +17,7 @@ from shiftjax.weights.safetensors_file import read_range
 from shiftjax.weights.source import TensorInfo
 
 # AutoAWQ packs 8 neighbouring outputs into a word; its k-th 4 bits, lowest first, are this one's.
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])  # the highest of the 4 bits is the sign
 _E8M0, _MX_BLOCK = np.dtype(ml_dtypes.float8_e8m0fnu), 32
@@ -161,13 +161,16 @@ def unpack(words: np.ndarray, bits: int) -> np.ndarray:
     return numbers.reshape(*words.shape[:-1], words.shape[-1] * 32 // bits)
 
 
-def _words(packed: Packed, each: slice) -> tuple[slice, slice]:
-    """The words that hold a range of numbers, and where the range is among their numbers."""
-    per = 32 // packed.scheme.bits
+def words_of(each: slice, per: int) -> tuple[slice, slice]:
+    """The words that hold a range, `per` in a word, and where the range is among what they hold."""
     first = each.start // per
     start = each.start - first * per
     words = slice(first, max(first, _ceil(each.stop, per)))
     return words, slice(start, start + each.stop - each.start)
+
+
+def _words(packed: Packed, each: slice) -> tuple[slice, slice]:
+    return words_of(each, 32 // packed.scheme.bits)
 
 
 def _packed_shape(scheme: Scheme, parts: Mapping[str, Part]) -> Shape:
@@ -195,13 +198,19 @@ def _packed(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     values = values.astype(np.float32)
     groups = _groups(packed, columns)
     if _ZERO in packed.parts:  # packed along the outputs, half added, too
-        words, inside = _words(packed, rows)
-        zeros = packed.parts[_ZERO].read(words)
-        values -= unpack(zeros.T, bits)[:, inside].T[:, groups].astype(np.float32)
+        every = slice(0, packed.parts[_ZERO].info.shape[1])
+        values -= packed_zeros(packed, rows, every)[:, groups].astype(np.float32)
     else:
         values -= half
     values *= _of_range(packed, _SCALE, rows, groups)
     return values
+
+
+def packed_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
+    """Return zero points `[out, groups]` of compressed-tensors."""
+    words, inside = _words(packed, rows)
+    zeros = packed.parts[_ZERO].read(words, groups)
+    return unpack(zeros.T, packed.scheme.bits)[:, inside].T
 
 
 def _inputs_first(scheme: Scheme, parts: Mapping[str, Part]) -> Shape:
@@ -219,13 +228,19 @@ def _of_inputs_first(scheme: Scheme, shape: Shape) -> dict[str, tuple[Shape, ...
 
 def _gptq(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     """`scale * (code - zero)`, all with inputs first; words along the inputs."""
-    bits, offset = packed.scheme.bits, np.int32(packed.scheme.zero_offset)
     words, inside = _words(packed, columns)
-    values = unpack(packed.parts["qweight"].read(words, rows).T, bits)[:, inside]
-    words, inside = _words(packed, rows)
+    stored = packed.parts["qweight"].read(words, rows).T
+    values = unpack(stored, packed.scheme.bits)[:, inside]
     every = slice(0, packed.parts["qzeros"].info.shape[0])
-    zeros = unpack(packed.parts["qzeros"].read(every, words), bits)[:, inside].T
-    return _affine(packed, values, zeros + offset, rows, _groups(packed, columns))
+    zeros = gptq_zeros(packed, rows, every)
+    return _affine(packed, values, zeros, rows, _groups(packed, columns))
+
+
+def gptq_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
+    """Return zero points `[out, groups]` of GPTQ, as they are taken from codes."""
+    words, inside = _words(packed, rows)
+    zeros = unpack(packed.parts["qzeros"].read(groups, words), packed.scheme.bits)[:, inside].T
+    return zeros + np.int32(packed.scheme.zero_offset)
 
 
 def _affine(
@@ -237,18 +252,19 @@ def _affine(
 
 
 def _awq(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
-    """Return a range of an AWQ matrix as float32: words pack 8 interleaved output channels."""
-
-    def numbers(name: str, inputs: slice) -> np.ndarray:
-        stored = unpack(packed.parts[name].read(inputs, words), packed.scheme.bits)
-        order = np.argsort(AWQ_ORDER)
-        eights = stored.reshape(stored.shape[0], stored.shape[1] // 8, 8)[..., order]
-        return eights.reshape(stored.shape)[:, inside].T
-
-    words, inside = _words(packed, rows)
+    """Return a range of an AWQ matrix as float32."""
     every = slice(0, packed.parts["qzeros"].info.shape[0])
-    zeros = numbers("qzeros", every)
-    return _affine(packed, numbers("qweight", columns), zeros, rows, _groups(packed, columns))
+    zeros = awq_numbers(packed, "qzeros", every, rows)
+    values = awq_numbers(packed, "qweight", columns, rows)
+    return _affine(packed, values, zeros, rows, _groups(packed, columns))
+
+
+def awq_numbers(packed: Packed, name: str, inputs: slice, rows: slice) -> np.ndarray:
+    """Return codes or zero points of AWQ, `[out, inputs]`: words have 8 outputs, interleaved."""
+    words, inside = _words(packed, rows)
+    stored = unpack(packed.parts[name].read(inputs, words), packed.scheme.bits)
+    eights = stored.reshape(stored.shape[0], stored.shape[1] // 8, 8)[..., np.argsort(_AWQ_ORDER)]
+    return eights.reshape(stored.shape)[:, inside].T
 
 
 # ------------------------------------------------------------------- powers of two for 32 numbers

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shiftjax.weights.packed import AWQ_ORDER, Packed, unpack
+from shiftjax.parallel.four_bits import SYMMETRIC_ZERO
+from shiftjax.weights.packed import Packed, awq_numbers, gptq_zeros, packed_zeros, words_of
 from shiftjax.weights.source import OF_CODES, OF_SCALE, OF_ZEROS, CheckpointError
 
 Index = tuple[slice, ...]
-SYMMETRIC_ZERO = 8
 LARGEST_E8M0 = 252  # 2^125: six times as much is the largest that float32 has
 
 
@@ -45,15 +45,9 @@ def pair(numbers: np.ndarray) -> np.ndarray:
     return numbers[..., ::2] | numbers[..., 1::2] << np.uint8(4)
 
 
-def _bytes(words: np.ndarray, columns: slice, first: int) -> np.ndarray:
-    """Bytes `columns` of 32-bit words along the last dimension, which begin with word `first`."""
-    raw = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
-    return raw[:, columns.start - 4 * first : columns.stop - 4 * first]
-
-
-def _words(columns: slice, per: int) -> slice:
-    """The words that hold a range, with so many in each."""
-    return slice(columns.start // per, -(-columns.stop // per))
+def _bytes(words: np.ndarray, inside: slice) -> np.ndarray:
+    """Some bytes of 32-bit words along the last dimension."""
+    return np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)[:, inside]
 
 
 def _check_order(packed: Packed) -> None:
@@ -75,8 +69,8 @@ def _check_order(packed: Packed) -> None:
 
 def _packed_codes(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     _check_order(packed)
-    words = _words(columns, 4)
-    return _bytes(packed.parts["weight_packed"].read(rows, words), columns, words.start)
+    words, inside = words_of(columns, 4)
+    return _bytes(packed.parts["weight_packed"].read(rows, words), inside)
 
 
 def _packed_scales(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
@@ -85,12 +79,6 @@ def _packed_scales(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
         return part.read(rows, groups).astype(np.float32)
     whole = part.read(*(slice(0, size) for size in part.info.shape)).astype(np.float32)
     return np.broadcast_to(whole.reshape(-1), packed.shape[:1])[rows, None][:, groups]
-
-
-def _packed_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
-    words = _words(rows, 8)
-    zeros = packed.parts["weight_zero_point"].read(words, groups)
-    return unpack(zeros.T, 4)[:, rows.start - 8 * words.start :][:, : rows.stop - rows.start].T
 
 
 # ------------------------------------------------------------------- inputs first
@@ -113,33 +101,21 @@ def _check_symmetric(packed: Packed, rows: slice, groups: slice) -> None:
 
 def _gptq_codes(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     _check_order(packed)
-    words = _words(columns, 4)
-    return _bytes(packed.parts["qweight"].read(words, rows).T, columns, words.start)
+    words, inside = words_of(columns, 4)
+    return _bytes(packed.parts["qweight"].read(words, rows).T, inside)
 
 
 def _gptq_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
-    words = _words(rows, 8)
-    zeros = unpack(packed.parts["qzeros"].read(groups, words), 4)
-    zeros = zeros[:, rows.start - 8 * words.start :][:, : rows.stop - rows.start].T
-    return zeros + np.uint8(packed.scheme.zero_offset)
-
-
-def _awq_numbers(packed: Packed, name: str, inputs: slice, rows: slice) -> np.ndarray:
-    """Codes or zero points, `[out, inputs]`: words have 8 outputs, interleaved."""
-    words = _words(rows, 8)
-    stored = unpack(packed.parts[name].read(inputs, words), 4)
-    eights = stored.reshape(stored.shape[0], -1, 8)[..., np.argsort(AWQ_ORDER)]
-    first = rows.start - 8 * words.start
-    return eights.reshape(stored.shape)[:, first : first + rows.stop - rows.start].T
+    return gptq_zeros(packed, rows, groups).astype(np.uint8)
 
 
 def _awq_codes(packed: Packed, rows: slice, columns: slice) -> np.ndarray:
     inputs = slice(2 * columns.start, 2 * columns.stop)
-    return pair(_awq_numbers(packed, "qweight", inputs, rows))
+    return pair(awq_numbers(packed, "qweight", inputs, rows))
 
 
 def _awq_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
-    return _awq_numbers(packed, "qzeros", groups, rows)
+    return awq_numbers(packed, "qzeros", groups, rows)
 
 
 # ------------------------------------------------------------------- stacks of experts
@@ -147,11 +123,9 @@ def _awq_zeros(packed: Packed, rows: slice, groups: slice) -> np.ndarray:
 
 def _mxfp4_codes(packed: Packed, experts: slice, columns: slice, outputs: slice) -> np.ndarray:
     """The bytes of the file, 16 in a block."""
-    blocks = _words(columns, 16)
+    blocks, inside = words_of(columns, 16)
     raw = packed.parts["blocks"].read(experts, outputs, blocks)
-    raw = raw.reshape(*raw.shape[:2], -1)
-    first = columns.start - 16 * blocks.start
-    return raw[..., first : first + columns.stop - columns.start].swapaxes(1, 2)
+    return raw.reshape(*raw.shape[:2], -1)[..., inside].swapaxes(1, 2)
 
 
 def _mxfp4_scales(packed: Packed, experts: slice, groups: slice, outputs: slice) -> np.ndarray:
@@ -166,7 +140,7 @@ def _mxfp4_scales(packed: Packed, experts: slice, groups: slice, outputs: slice)
 
 
 READERS: Mapping[str, Reader] = {
-    "packed": Reader(_packed_codes, _packed_scales, _packed_zeros),
+    "packed": Reader(_packed_codes, _packed_scales, packed_zeros),
     "gptq": Reader(_gptq_codes, _inputs_first_scales, _gptq_zeros),
     "awq": Reader(_awq_codes, _inputs_first_scales, _awq_zeros),
     "mxfp4": Reader(_mxfp4_codes, _mxfp4_scales),

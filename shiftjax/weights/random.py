@@ -1,6 +1,5 @@
 """Random weights of any architecture: to measure, to plan and to test without a checkpoint."""
 
-import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,11 +7,10 @@ import numpy as np
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import DTYPES
 from shiftjax.arch.weights import expected_tensors, weights_of
-from shiftjax.weights.random_codes import packed_tensors, read_random
+from shiftjax.weights.random_codes import packed_tensors, random_bytes, read_random
 from shiftjax.weights.source import TensorInfo, bounds, matrix_and_part, part_shape
 
 _LOCATION = "random"
-_PER_COUNTER = 16  # one Philox counter gives 4 x 64 bits: 16 values of 16 bits
 _BIAS_STD, _SMALL = 0.02, ("bias", "correction")
 
 
@@ -67,11 +65,8 @@ class RandomSource:
 
 def _uniform(seed: int, name: str, start: int, stop: int) -> np.ndarray:
     """Elements [start, stop) of the tensor's stream, uniform in (-1, 1), float32."""
-    bits = np.random.Philox(key=np.array([seed, zlib.crc32(name.encode())], np.uint64))
-    first = start // _PER_COUNTER
-    bits.advance(first)
-    words = 4 * (-(-stop // _PER_COUNTER) - first)
-    values = bits.random_raw(words).view(np.uint16).astype(np.float32)
+    raw = random_bytes((seed, name), 2 * start, 2 * stop)
+    values = raw.view(np.uint16).astype(np.float32)
     values += np.float32(0.5 - 2**15)
     values *= np.float32(2**-15)
-    return values[start - first * _PER_COUNTER : stop - first * _PER_COUNTER]
+    return values

@@ -8,9 +8,9 @@ import numpy as np
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import weights_of
+from shiftjax.parallel.four_bits import SYMMETRIC_ZERO
 from shiftjax.parallel.stored import is_quantised
 from shiftjax.weights.packed import E2M1
-from shiftjax.weights.packed_codes import SYMMETRIC_ZERO
 from shiftjax.weights.source import OF_CODES, OF_SCALE, OF_ZEROS, part_shape
 
 _PER_COUNTER = 32  # bytes of one counter of Philox
@@ -44,7 +44,7 @@ def read_random(
         return np.full((num, groups), scale, own.scale)
     if suffix == OF_ZEROS:
         return np.full((num, part_shape(shape, suffix, codes)[1]), SYMMETRIC_ZERO, np.uint8)
-    raw = _bytes(key, rows.start * inputs // 2, rows.stop * inputs // 2).reshape(num, -1)
+    raw = random_bytes(key, rows.start * inputs // 2, rows.stop * inputs // 2).reshape(num, -1)
     if suffix == OF_CODES:
         return raw
     numbers = np.stack([raw & 15, raw >> 4], axis=-1).reshape(num, inputs)
@@ -53,8 +53,8 @@ def read_random(
     return (numbers.astype(np.float32) - SYMMETRIC_ZERO) * np.float32(scale)
 
 
-def _bytes(key: tuple[int, str], start: int, stop: int) -> np.ndarray:
-    """Bytes [start, stop) of a matrix's stream."""
+def random_bytes(key: tuple[int, str], start: int, stop: int) -> np.ndarray:
+    """Return bytes [start, stop) of a tensor's stream, by a seed and the tensor's name."""
     seed, name = key
     bits = np.random.Philox(key=np.array([seed, zlib.crc32(name.encode())], np.uint64))
     first = start // _PER_COUNTER

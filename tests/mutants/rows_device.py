@@ -369,12 +369,12 @@ WEIGHTS_ROWS = (
     ),
     Mutant(
         "GPTQ's zeros are off by one", "weights", "shiftjax/weights/packed.py",
-        "_affine(packed, values, zeros + offset,", "_affine(packed, values, zeros,",
+        "return zeros + np.int32(packed.scheme.zero_offset)", "return zeros",
         (QUANTISED,), "every weight is a step too large",
     ),
     Mutant(
         "AWQ's outputs stay interleaved", "weights", "shiftjax/weights/packed.py",
-        "order = np.argsort(AWQ_ORDER)", "order = np.arange(8)",
+        "[..., np.argsort(_AWQ_ORDER)]", "[..., np.arange(8)]",
         (QUANTISED,), "outputs of a matrix change places",
     ),
     Mutant(

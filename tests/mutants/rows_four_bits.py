@@ -92,14 +92,4 @@ ROWS = (
         "one = one._replace(transposed=True)", "pass",
         (SAID,), "scales and outputs change places",
     ),
-    Mutant(
-        "GPTQ's zeros are off by one in codes, too", "weights", READERS,
-        "return zeros + np.uint8(packed.scheme.zero_offset)", "return zeros",
-        (QUANTISED,), "every weight is a step too large",
-    ),
-    Mutant(
-        "AWQ's codes stay interleaved", "weights", READERS,
-        "[..., np.argsort(AWQ_ORDER)]", "[..., np.arange(8)]",
-        (QUANTISED,), "outputs of a matrix change places",
-    ),
 )  # fmt: skip
