@@ -156,13 +156,20 @@ def wrong_with_pairs(
     outputs: Sequence[np.ndarray], expected: np.ndarray, shape: ExpertShape
 ) -> str | None:
     """Say what is wrong with the own pairs of one device, a run each; `expected` are the loop's."""
+    weights = FORMATS[shape.weights]
+    are_codes = weights.has_scales and not weights.is_packed
+    most = MOST_ERROR_OF_CODES if are_codes else MOST_ERROR
+    return wrong_rows(outputs, expected, most, "a pair of a token and an expert")
+
+
+def wrong_rows(
+    outputs: Sequence[np.ndarray], expected: np.ndarray, most: float, what: str
+) -> str | None:
+    """Say what is wrong with rows that were computed some times; `most` error of one's norm."""
     if any(later.tobytes() != outputs[0].tobytes() for later in outputs[1:]):
         return "numbers change from run to run"
     got, right = (array.astype(np.float64) for array in (outputs[0], expected))
     error = np.linalg.norm(got - right, axis=1) / np.linalg.norm(right, axis=1)
-    weights = FORMATS[shape.weights]
-    are_codes = weights.has_scales and not weights.is_packed
-    most = MOST_ERROR_OF_CODES if are_codes else MOST_ERROR
     if not (error < most).all():  # NaN is not
-        return f"a pair of a token and an expert is off by {error.max():.2g} of its norm"
+        return f"{what} is off by {error.max():.2g} of its norm"
     return None

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels.dense import DenseWeights, dense_product
 from shiftjax.arch.formats import FORMATS
+from shiftjax.device.expert_cases import wrong_rows
 from shiftjax.device.mesh import devices_spec, rows_mesh
 from shiftjax.models.four_bits import packed_blocks
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape, why_not_packed
@@ -89,10 +90,4 @@ def loop(x: jax.Array, weights: DenseWeights) -> jax.Array:
 
 def wrong_with_tokens(outputs: Sequence[np.ndarray], expected: np.ndarray) -> str | None:
     """Say what is wrong with the outputs of one device, a run each; `expected` are the loop's."""
-    if any(later.tobytes() != outputs[0].tobytes() for later in outputs[1:]):
-        return "numbers change from run to run"
-    got, right = (array.astype(np.float64) for array in (outputs[0], expected))
-    error = np.linalg.norm(got - right, axis=1) / np.linalg.norm(right, axis=1)
-    if not (error < MOST_ERROR).all():  # NaN is not
-        return f"a token's product is off by {error.max():.2g} of its norm"
-    return None
+    return wrong_rows(outputs, expected, MOST_ERROR, "a token's product")

@@ -26,7 +26,7 @@ from shiftjax.parallel.grid import Grid, Group, Mode
 aot.require()
 pytestmark = pytest.mark.thorough
 
-from steps import BLOCK_SIZE, CHIP, FLEETS, NUM_DEVICES, Case, device_bytes  # noqa: E402
+from steps import BLOCK_SIZE, FLEETS, Case, chip_devices, device_bytes  # noqa: E402
 
 POOL_SHARE = 256  # of a pool a call moves one part
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast")
@@ -59,7 +59,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def devices() -> list:
-    return list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat)
+    return chip_devices()
 
 
 def assert_in_place(step: jax.stages.Compiled, mesh: jax.sharding.Mesh, case: Case) -> None:

@@ -12,7 +12,7 @@ from hlo import collectives, instructions, sizes_of
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.models.four_bits import GPU_TILE_NUMBERS, packed_product
-from shiftjax.parallel.grid import Device, Mode
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.stored import with_packed_codes
 
 aot.require()
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.thorough
 from steps import (  # noqa: E402
     CHIP,
     KERNEL,
-    NUM_DEVICES,
     Case,
     CompiledStep,
+    chip_devices,
     compile_step,
     predicted_collectives,
 )
@@ -47,11 +47,7 @@ MATRICES = 7  # of a layer
 
 @pytest.fixture(scope="module", params=CASES)
 def one(request) -> CompiledStep:
-    return compile_step(CASES[request.param], devices())
-
-
-def devices() -> list[Device]:
-    return list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat)
+    return compile_step(CASES[request.param], chip_devices())
 
 
 def test_products_are_kernels_and_weights_stay_four_bits(one):
@@ -74,7 +70,7 @@ def test_dense_matrices_are_read_as_they_are(name):
     """Each is a kernel; nothing has as many numbers as a matrix, and no layer adds temporaries."""
     case = DENSE_CASES[name]
     one, longer = (
-        compile_step(case._replace(model=replace(DENSE, num_layers=layers)), devices())
+        compile_step(case._replace(model=replace(DENSE, num_layers=layers)), chip_devices())
         for layers in (NUM_LAYERS, 2 * NUM_LAYERS)
     )
     assert one.step.packed.name == "pallas" and one.step.packed.reason == ""

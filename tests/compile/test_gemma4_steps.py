@@ -13,10 +13,9 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from steps import (  # noqa: E402
-    CHIP,
     KERNEL,
-    NUM_DEVICES,
     Case,
+    chip_devices,
     compile_step,
     predicted_collectives,
 )
@@ -39,7 +38,7 @@ MODELS = {  # two layers, of which the second sees everything
 )
 def test_heads_of_256_run_as_kernels_and_those_of_512_as_loops(name, sp, tp, mode):
     case = Case(sp, tp, mode, model=MODELS[name], attention="pallas+xla", num_tokens=1280)
-    one = compile_step(case, list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat))
+    one = compile_step(case, chip_devices())
     assert "head_dim 512" in one.step.attention.reason
     assert one.text.count(KERNEL) >= 2  # of the layers with a window alone
     assert collectives(one.text) == predicted_collectives(one)

@@ -14,10 +14,9 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from steps import (  # noqa: E402
-    CHIP,
     KERNEL,
-    NUM_DEVICES,
     Case,
+    chip_devices,
     compile_step,
     predicted_collectives,
 )
@@ -42,7 +41,7 @@ def test_both_kinds_of_layers_run_as_kernels(name, size, mesh, experts_sp):
     assert model.windows == (Chunk(8192), None)
     sp, tp, mode = mesh
     case = Case(sp, tp, mode, size, model=model, num_tokens=1280, experts_sp=experts_sp)
-    one = compile_step(case, list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat))
+    one = compile_step(case, chip_devices())
     assert one.step.attention.name == "pallas"
     of_experts = 3 * model.num_expert_layers
     assert one.text.count(KERNEL) >= 2 * 2 + of_experts  # of rows and tiles, or a combine each

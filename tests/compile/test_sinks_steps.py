@@ -13,10 +13,9 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from steps import (  # noqa: E402
-    CHIP,
     KERNEL,
-    NUM_DEVICES,
     Case,
+    chip_devices,
     compile_step,
     predicted_collectives,
 )
@@ -27,7 +26,7 @@ NUM_LAYERS = 2  # one has a window
 def test_sinks_are_no_launch():
     model = replace(PRESETS["gpt-oss-120b"], num_layers=NUM_LAYERS)
     case = Case(8, 1, Mode(8, 8), model=model, num_tokens=1280)
-    one = compile_step(case, list(aot.make_mesh(CHIP, (NUM_DEVICES,), ("x",)).devices.flat))
+    one = compile_step(case, chip_devices())
     assert one.step.attention.name == "pallas"
     assert one.text.count(KERNEL) >= 4 * NUM_LAYERS  # chunks and rows, and what combines each
     heads = case.layout.heads_per_device
