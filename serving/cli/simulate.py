@@ -37,6 +37,7 @@ from shiftjax.sim.planning import (
     fleet_estimates,
     gather_in_words,
     hosts_in_words,
+    left_out_in_words,
     recommend,
     stages_in_words,
     table_of,
@@ -80,6 +81,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     print(_heading(target, workload))
     rows = [one.row() for one in estimates]
     print(as_text(rows))
+    if left_out := left_out_in_words(target, **settings):
+        print(left_out)
     recommended = recommend(target, workload, arguments.goal, **settings)
     if recommended is None:
         print(f"\nnothing is recommended: {_no_room(estimates, workload)}")

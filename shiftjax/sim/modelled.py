@@ -26,7 +26,7 @@ from shiftjax.deploy.resolve import base_rule, resolve
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import codes_in
+from shiftjax.parallel.stored import codes_in, stored_weights
 from shiftjax.phases.switch_costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
@@ -98,6 +98,18 @@ def as_built_by(engine: EngineOverhead, deployment: Deployment) -> Deployment:
 def cost_model(target: Target, deployment: Deployment) -> GroupCosts:
     """The costs of one replica."""
     return deployment.costs(target.machine, target.engine)
+
+
+def why_not_stored(target: Target, deployment: Deployment) -> str:
+    """Return why devices cannot store the model's weights as codes, or "" where they can.
+
+    A shard that would cut a group of codes with one scale is such a reason.
+    """
+    try:
+        stored_weights(deployment.layout, target.formats)
+    except ConfigError as error:
+        return error.problems[0]
+    return ""
 
 
 def memory_of(target: Target, deployment: Deployment) -> Memory:

@@ -4,7 +4,8 @@ Servers come in the order of what the closed form says they can do at most (`ser
 cannot have more than the best so far is left out. Any other has to keep the limits above that, and
 what it has between this and its most is halved until it is known to `EXACT`: with one replay each,
 and in half of all replays. Those that lead are confirmed with all seeds, lowered until they are
-kept, and changed (`variants.py`) as long as that brings more: targets come first.
+kept, and changed (`variants.py`) as long as that brings more: targets come first. What was passed
+over, and may be better than what all seeds keep once it is changed, comes last.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,7 @@ EXACT = 0.02  # of a rate
 SLOW = 0.5  # of the most by closed form, which is tried first
 LOWER = 0.5  # of a rate that the first server missed
 WIDER = 1.3  # times the best rate, that a change may bring
+MORE = 1.15  # times the closed form, that a server may carry once it is changed
 LEAST = 0.03  # of the most by closed form: below it a server has none
 UNCHANGED = 0.5  # share of the replays, at most, that servers get as they are
 LEADERS = 3  # servers that are changed
@@ -29,28 +31,61 @@ def most_load(field: Field, trials: Trials, num_devices: int, budgets: Mapping[s
     """Find the servers on so many devices in all that keep the limits under the most load."""
     fitting = [each for each in field.servers if num_devices % each.num_devices == 0]
     fitting.sort(key=lambda each: (-_most(each, num_devices), each.rank))
-    left_out, is_cut = len(field.servers) - len(fitting), False
+    tried, passed, is_cut = _as_they_are(trials, fitting, num_devices)
     best: Trial | None = None
-    tried: list[Trial] = []  # the last of each server
-    for server in fitting:
-        bound = _most(server, num_devices)
-        is_less = best is not None and bound <= _next(trials, best)
-        if is_less or trials.num_replays >= UNCHANGED * trials.most_replays:
-            left_out, is_cut = left_out + 1, is_cut or not is_less
-            continue
-        found = _above(trials, server, num_devices // server.num_devices, bound, best)
-        if found.meets:
-            found = best = _highest(trials, found, bound)
-        tried.append(found)
-    best = None
     leaders = _leaders(trials, tried)
     for leader in leaders:
         if leader.meets and (best is None or _total(leader) >= _next(trials, best)):
             best = _kept_by_all(trials, leader, best)
     for leader in leaders:
         best = _changed(trials, leader, best, budgets)
+    for server in passed:
+        if best is None or MORE * _most(server, num_devices) <= _next(trials, best):
+            continue
+        own = _own_best(trials, server, num_devices, budgets)
+        if own is not None and _total(own) >= _next(trials, best):
+            best = own
+    touched = {id(trial.server) for trial in trials.all}
+    left_out = sum(id(server) not in touched for server in field.servers)
     is_complete = not (is_cut or trials.is_over)
     return Advice(Question(None, num_devices), trials, best, field, left_out, is_complete)
+
+
+def _as_they_are(
+    trials: Trials, servers: Iterable[Server], num_devices: int
+) -> tuple[list[Trial], list[Server], bool]:
+    """Return the last trial of each server, with one seed; those passed over; and if replays ended.
+
+    Passed over are servers that the best of one seed is above by closed form. All seeds may lower
+    that below them.
+    """
+    tried, passed, is_cut = list[Trial](), list[Server](), False
+    best: Trial | None = None
+    for server in servers:
+        bound = _most(server, num_devices)
+        if best is not None and bound <= _next(trials, best):
+            passed.append(server)
+            continue
+        if trials.num_replays >= UNCHANGED * trials.most_replays:
+            is_cut = True
+            continue
+        found = _above(trials, server, num_devices // server.num_devices, bound, best)
+        if found.meets:
+            found = best = _highest(trials, found, bound)
+        tried.append(found)
+    return tried, passed, is_cut
+
+
+def _own_best(
+    trials: Trials, server: Server, num_devices: int, budgets: Mapping[str, Any]
+) -> Trial | None:
+    """Return the most load that these servers keep with all seeds, changed or not, or None."""
+    bound = _most(server, num_devices)
+    found = _above(trials, server, num_devices // server.num_devices, bound, None)
+    if not found.meets:
+        return None
+    found = _highest(trials, found, bound)
+    return _changed(trials, found, _kept_by_all(trials, found, None), budgets)
 
 
 def _leaders(trials: Trials, tried: Iterable[Trial]) -> list[Trial]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.switch_costs import check_host_links
-from shiftjax.sim.modelled import Target
+from shiftjax.sim.modelled import Target, why_not_stored
 from shiftjax.sim.named import deploy
 from shiftjax.sim.phase_rates import (
     Batch,
@@ -103,7 +103,10 @@ def _rates(
 ) -> Iterator[tuple[Degrees, Rates]]:
     """Of all that fit."""
     for degrees in all_degrees(target):
-        rates = rates_of(target, deploy(target, degrees.name, **budgets), batch)
+        deployment = deploy(target, degrees.name, **budgets)
+        if why_not_stored(target, deployment):
+            continue
+        rates = rates_of(target, deployment, batch)
         if rates is not None:
             yield degrees, rates
 

@@ -14,7 +14,7 @@ from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.sim.best_row import AS_NEAR, GOALS, best_of
 from shiftjax.sim.estimate import Estimate, FleetEstimate, Workload, estimate, fleet_estimate
-from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of
+from shiftjax.sim.modelled import Target, cost_model, least_tp, memory_of, why_not_stored
 from shiftjax.sim.named import FLEET, deploy
 from shiftjax.sim.phase_rates import all_degrees
 from shiftjax.sim.stored_experts import estimate_stored
@@ -24,8 +24,27 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
 
     Stages are as many as divide the layers, each with TP alone; with drafts there are none. Where
-    only TP over all devices has room for the weights, there is SP with gathered ones, too.
+    only TP over all devices has room for the weights, there is SP with gathered ones, too. Those
+    that cannot store the weights are left out (`left_out_in_words`). Raises ConfigError if none
+    can.
     """
+    found, left_out = _by_storage(target, **budgets)
+    if not found:
+        raise ConfigError([*left_out.values()][:1])
+    return found + gathered_deployments(target, **budgets)
+
+
+def left_out_in_words(target: Target, **budgets: Any) -> str:
+    """Return which deployments are left out of the table, and why; "" where none is."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in _by_storage(target, **budgets)[1].items():
+        by_reason.setdefault(reason, []).append(name)
+    parts = (f"{', '.join(names)}: {reason}" for reason, names in by_reason.items())
+    return "\n".join(f"left out: {part}" for part in parts)
+
+
+def _by_storage(target: Target, **budgets: Any) -> tuple[list[Deployment], dict[str, str]]:
+    """Return the deployments that can store the weights, and why others cannot, by name."""
     found, drafts = [], budgets.get("drafts", NO_DRAFTS)
     for degrees in all_degrees(target):
         dp, pp, sp, tp = degrees
@@ -35,7 +54,9 @@ def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
             found.append(replace(plain, name=f"dp{dp} sp{sp} tp{tp}"))
         elif sp == 1 and target.model.num_layers % pp == 0 and drafts.speculation == "none":
             found.append(deploy(target, degrees.name, **budgets))
-    return found + gathered_deployments(target, **budgets)
+    reasons = {each.name: why_not_stored(target, each) for each in found}
+    left_out = {name: reason for name, reason in reasons.items() if reason}
+    return [each for each in found if each.name not in left_out], left_out
 
 
 def table_of(target: Target, workload: Workload, **budgets: Any) -> list[Estimate]:
@@ -82,9 +103,9 @@ def fleet_estimates(
     for tp in (1 << i for i in range(target.machine.num_devices.bit_length() - 1)):
         try:
             deployment = deploy(target, f"{FLEET}:tp{tp}", fleet=options, **budgets)
-        except ConfigError:
+            found.append(fleet_estimate(target, deployment, workload))
+        except ConfigError:  # as a shard of all devices would cut a group of codes
             continue
-        found.append(fleet_estimate(target, deployment, workload))
     return found
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oracle import quantised_files
@@ -107,26 +108,37 @@ def test_a_model_may_be_a_config_json(capsys):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("format", "formats"), [("fp8-channel", "fp8, KV bfloat16"), ("awq", "bfloat16, KV bfloat16")]
+    ("format", "formats"), [("fp8-channel", "fp8, KV bfloat16"), ("awq", "int4, KV bfloat16")]
 )
 def test_a_quantised_checkpoint_takes_the_bytes_that_devices_hold(
     capsys, tmp_path, format, formats
 ):
-    """Codes and scales as they are stored, all else as bfloat16; int4 is expanded to that."""
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    """Codes, scales and zero points as they are stored, all else as bfloat16."""
+    heads: Any = {"num_attention_heads": 8, "num_key_value_heads": 8}
     _, stored, numbers = quantised_files.write(tmp_path, format, **heads)
     argv = ["plan", str(tmp_path), "--input", "8", "--output", "8", "--machine", "h100x8"]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 0
-    assert f"({formats})" in capsys.readouterr().out
-    widths = {name: stored[name].dtype.itemsize for name in numbers if name in stored}
-    held = sum(
-        x.size * (1 if widths.get(name) == 1 else 2) + 4 * len(x) * (widths.get(name) == 1)
-        for name, x in numbers.items()
-    )
+    said = capsys.readouterr().out
+    assert f"({formats})" in said
     row = json.loads((tmp_path / "out" / "plan.jsonl").read_text().splitlines()[0])
+    held = sum(_held_bytes(name, x, stored) for name, x in numbers.items())
     assert row["weights_gb"] == held / 1e9
+    is_cut = "4 devices have 24 inputs each, which cuts groups of 16 that share a scale"
+    assert (
+        f"left out: dp2 sp1 tp4, dp2 sp2 tp2, dp2 sp4 tp1, pp2tp4: layers.0.mlp.down: {is_cut}"
+        in said
+    ) == (format == "awq")
     assert main([*argv, "--dtype", "bfloat16"]) == 0
-    assert "(bfloat16, KV bfloat16)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "(bfloat16, KV bfloat16)" in said and "left out" not in said
+
+
+def _held_bytes(name, x, stored) -> float:
+    """Bytes of a weight on a device that has it whole."""
+    if name.replace(".weight", ".qweight") in stored:
+        return x.size / 2 + x.size / 16 * (4 + 1)  # a float32 scale and a zero point a group
+    is_code = name in stored and stored[name].dtype.itemsize == 1
+    return x.size + 4 * len(x) if is_code else 2 * x.size
 
 
 def test_plan_says_where_a_format_has_no_products(capsys):
