@@ -1,36 +1,63 @@
-"""Products with a layer's matrices, which are plain numbers or codes in units of a scale.
+"""Products with a layer's matrices, which are plain numbers or codes in units of scales.
 
-Codes are e4m3, as are their inputs then; those of four bits are widened (`four_bits.py`).
+Codes are e4m3, and so are their inputs then; those of four bits are widened (`four_bits.py`).
 
-Scales are of what is contracted: of a weight's output channel, of a token's activations, or of the
-part of them that one device has where all devices split them (a block). So neither the other tokens
-of a step nor its mode changes a code: scaled by what a device has in its mode, BASE and SHIFT would
-round differently. Sums are float32, and scaled before blocks are added up.
+Activations have a scale for each token and block of inputs. What a block is follows from the model
+alone (`parallel/stored.py`): neither the other tokens of a step, nor its mode, nor the number of
+devices changes a code. Weights have a scale for each output channel, or for each block of a
+checkpoint that has such.
+
+This is the XLA version: what CPUs run, and what kernels are compared with. A number is its code
+times its scale, rounded to bfloat16, which changes it far less than the code does; where results
+are float32, nothing is rounded. Sums are float32.
 """
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Real
 
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.parallel.stored import BLOCK
 
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
-LEAST_SCALED = 1e-20  # what is smaller than this in all of a row becomes zeros
+LEAST_SCALED = 1e-20  # what is smaller than this in all of a block becomes zeros
+FEW_TOKENS = 16  # with as many, a sum for each block is cheaper than turning widened codes
 
 
 class Matrix(NamedTuple):
     """A weight as a device has it in a step; see `parallel/stored.py`."""
 
-    values: Array  # `[out, in]`; row-parallel ones `[in, out]`, or codes `[blocks, out, in]`
-    scale: Array | None = None  # `[out]`; of four bits as they are stored; None: values are plain
-    inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each row's own
+    values: Array  # `[out, in]`; row-parallel ones `[in, out]`, or codes `[blocks, out, block]`
+    # Of codes `[out]`, or of blocks `[out / rows, in / BLOCK]`, the last of inputs perhaps ragged;
+    # row-parallel ones `[blocks, out / rows]`. Four bits: as they are stored. None: plain values.
+    scale: Array | None = None
+    inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each block's own
     zero: Array | None = None  # of four bits: zero points, as scales; None: 8
+
+
+class Codes(NamedTuple):
+    """Activations as codes, in units of a scale for each token and block of inputs.
+
+    Blocks are those of the matrices that they are for (`block_of`); the last may be ragged.
+    """
+
+    values: Float8e4m3fn[Array, "tokens in"]
+    scale: Float[Array, "blocks tokens"]
+
+
+Activations = Float[Array, "tokens in"] | Codes
+
+
+def block_of(matrix: Matrix) -> int:
+    """Return how many inputs of a matrix of codes share a scale of activations."""
+    return matrix.values.shape[2] if matrix.values.ndim == 3 else BLOCK
 
 
 def quantise(
@@ -44,6 +71,35 @@ def quantise(
     most = jnp.max(jnp.abs(wide), axis=-1)
     scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)  # as XLA divides by a constant
     return (wide / scale[..., None]).astype(CODE), scale
+
+
+def quantise_blocks(
+    x: Float[Array, "tokens in"], block: int = BLOCK, fixed: Float[Array, " 1"] | None = None
+) -> Codes:
+    """Return codes of activations, each block of inputs in units of its largest number.
+
+    With a `fixed` scale all are in units of that, and what it cannot say saturates.
+    """
+    num_tokens, width = x.shape
+    num_blocks = -(-width // block)
+    if fixed is not None:
+        scaled = jnp.clip(x.astype(jnp.float32) / fixed[0], -LARGEST_CODE, LARGEST_CODE)
+        return Codes(scaled.astype(CODE), jnp.broadcast_to(fixed[0], (num_blocks, num_tokens)))
+    padded = jnp.pad(x, ((0, 0), (0, num_blocks * block - width)))
+    codes, scale = quantise(padded.reshape(num_tokens, num_blocks, block))
+    return Codes(codes.reshape(num_tokens, -1)[:, :width], scale.T)
+
+
+def codes_for(x: Activations, matrix: Matrix) -> Codes:
+    """Return activations as the codes that a matrix of codes multiplies."""
+    return x if isinstance(x, Codes) else quantise_blocks(x, block_of(matrix), matrix.inputs)
+
+
+def numbers(codes: Codes, block: int, dtype: DTypeLike) -> Float[Array, "tokens in"]:
+    """Return what codes of activations say, rounded to a type."""
+    width = codes.values.shape[1]
+    scale = jnp.repeat(codes.scale.T, block, axis=1)[:, :width]
+    return (codes.values.astype(jnp.float32) * scale).astype(dtype)
 
 
 def relative_error(
@@ -67,55 +123,83 @@ def in_blocks(codes: Real[Array, "out inputs"], num_blocks: int) -> Real[Array, 
 
 
 def project_out(
-    x: Float[Array, "tokens in"], matrix: Matrix, packed: PackedBackend = XLA_PACKED
+    x: Activations,
+    matrix: Matrix,
+    packed: PackedBackend = XLA_PACKED,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Multiply by a column-parallel matrix, one of four bits with `packed`."""
-    if matrix.scale is None:
-        return jnp.einsum("ti,oi->to", x, matrix.values)
-    if is_packed(matrix.values):
-        return packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(x.dtype)
-    codes, scale = _activations(x, matrix)
-    out = _product(codes, matrix.values) * scale[:, None]
-    return (out * matrix.scale[None]).astype(x.dtype)
+    """Multiply by a column-parallel matrix, one of four bits with `packed`.
+
+    The result is of `dtype`; None: of the type of x, or bfloat16 if that is codes.
+    """
+    out_type = _result_type(x, dtype)
+    if matrix.scale is None or is_packed(matrix.values):
+        x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
+        if matrix.scale is None:
+            return jnp.einsum("ti,oi->to", x, matrix.values).astype(out_type)
+        return packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+    wide = _type_of_numbers(out_type)
+    values = matrix.values
+    if matrix.scale.ndim == 1:
+        weight, of_channels = values.astype(wide), matrix.scale
+    else:
+        outputs, inputs = values.shape
+        scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[0], axis=0)
+        scale = jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]
+        weight, of_channels = (values.astype(jnp.float32) * scale).astype(wide), None
+    x = numbers(codes_for(x, matrix), BLOCK, wide)
+    out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
+    return (out if of_channels is None else out * of_channels[None]).astype(out_type)
 
 
 def project_in(
-    x: Float[Array, "tokens in"], matrix: Matrix, packed: PackedBackend = XLA_PACKED
+    x: Activations,
+    matrix: Matrix,
+    packed: PackedBackend = XLA_PACKED,
+    dtype: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Multiply by a row-parallel matrix; the result wants an all-reduce."""
-    if matrix.scale is None:
-        return jnp.einsum("ti,io->to", x, matrix.values)
-    blocks = matrix.values
-    if is_packed(blocks):
-        return packed.into(x, blocks, matrix.scale, matrix.zero).astype(x.dtype)
-    codes, scale = _activations(x.reshape(x.shape[0], blocks.shape[0], -1), matrix)
-    parts = [_product(codes[:, i], blocks[i]) * scale[:, i, None] for i in range(blocks.shape[0])]
-    return (sum(parts[1:], parts[0]) * matrix.scale[None]).astype(x.dtype)
+    """Multiply by a row-parallel matrix; the result, of `dtype`, wants an all-reduce."""
+    out_type = _result_type(x, dtype)
+    if matrix.scale is None or is_packed(matrix.values):
+        x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
+        if matrix.scale is None:
+            return jnp.einsum("ti,io->to", x, matrix.values).astype(out_type)
+        return packed.into(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+    wide = _type_of_numbers(out_type)
+    num_blocks, outputs, block = matrix.values.shape
+    if matrix.scale.ndim == 1:
+        weight, of_channels = matrix.values.astype(wide), matrix.scale
+    else:
+        scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[1], axis=1)
+        weight = (matrix.values.astype(jnp.float32) * scale[..., None]).astype(wide)
+        of_channels = None
+    x = numbers(codes_for(x, matrix), block, wide)
+    out = _by_blocks(x.reshape(x.shape[0], num_blocks, block), weight)
+    return (out if of_channels is None else out * of_channels[None]).astype(out_type)
 
 
-def _activations(
-    x: Float[Array, "*rows width"], matrix: Matrix
-) -> tuple[Float8e4m3fn[Array, "*rows width"], Float[Array, "*rows"]]:
-    """Return codes of a matrix's inputs and their scales; what a fixed one cannot say saturates."""
-    if matrix.inputs is None:
-        return quantise(x)
-    scale = matrix.inputs[0]
-    codes = jnp.clip(x.astype(jnp.float32) / scale, -LARGEST_CODE, LARGEST_CODE).astype(CODE)
-    return codes, jnp.broadcast_to(scale, x.shape[:-1])
-
-
-def _product(
-    x: Float8e4m3fn[Array, "tokens in"], codes: Float8e4m3fn[Array, "out in"]
+def _by_blocks(
+    x: Float[Array, "tokens blocks block"], weight: Float[Array, "blocks out block"]
 ) -> Float[Array, "tokens out"]:
-    """Multiply codes, in float32; a CPU has no product of them, but bfloat16 holds them all."""
+    """Multiply by a matrix that lies in blocks of inputs, float32."""
+    if x.shape[0] <= FEW_TOKENS:
+        parts = jnp.einsum("tbi,boi->bto", x, weight, preferred_element_type=jnp.float32)
+        return parts.sum(axis=0)
+    # Apart: a CPU widens and turns codes in one pass several times slower.
+    weight = jax.lax.optimization_barrier(weight).swapaxes(0, 1).reshape(weight.shape[1], -1)
+    x = x.reshape(x.shape[0], -1)
+    return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
 
-    def multiply(x: Array, codes: Array) -> Array:
-        return jnp.einsum("ti,oi->to", x, codes, preferred_element_type=jnp.float32)
 
-    def widened(x: Array, codes: Array) -> Array:
-        return multiply(x.astype(jnp.bfloat16), codes.astype(jnp.bfloat16))
+def _result_type(x: Activations, dtype: DTypeLike | None) -> DTypeLike:
+    if dtype is not None:
+        return dtype
+    return jnp.bfloat16 if isinstance(x, Codes) else x.dtype
 
-    return jax.lax.platform_dependent(x, codes, cpu=widened, default=multiply)
+
+def _type_of_numbers(dtype: DTypeLike) -> DTypeLike:
+    """Return what codes become before they are multiplied, for results of a type."""
+    return jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
 
 
 def gate_with(

@@ -25,6 +25,7 @@ from shiftjax.parallel.four_bits import can_be_packed, num_inputs, packed_parts
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
+BLOCK = 128  # inputs of a product of codes that share a scale, where the model allows it
 INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
 COPIED = ("bias", "scale", "norm", "head_norm", "kv_scale")  # small: modes have copies, not views
 FLOAT32 = ("correction", "scale", "input_scale", "kv_scale")  # kinds, whatever the formats are
