@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from serving.bench.compiled_cost import Kernel, Prices, kernels_of, step_seconds
 from serving.bench.hlo import collectives
+from serving.bench.launch_list import Launch, layer_launches, named_launches
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.costs.buckets import Bucket, doubling
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
@@ -58,6 +59,7 @@ class Compiled(NamedTuple):
     all_reduces: Mapping[str, int]  # how they are done
     is_decided_by_the_host: bool  # a branch or a loop makes it wait for the device
     compile_seconds: float  # of the CPU: this process and the assembler
+    named: Sequence[Launch]  # of a shallow step all, else those of a layer, in order
 
     @property
     def launches(self) -> int:
@@ -70,12 +72,12 @@ Row = dict[str, Any]
 
 def compile_rows(
     target: Target, deployments: Sequence[Deployment], workload: Workload
-) -> tuple[list[Row], list[Row]]:
-    """A row per compiled step, beside predictions; and one per kind of kernel of each step.
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """A row per compiled step, beside predictions; per kind of kernel; per launch of a layer.
 
     The target has passed `check_target`.
     """
-    rows, kernels = [], []
+    rows, kernels, layers = [], [], []
     for deployment in deployments:
         steps = {step: _whole(target, deployment, step) for step in _steps(deployment, workload)}
         memory = _memory_row(target, deployment, steps)
@@ -84,7 +86,8 @@ def compile_rows(
             name |= {"step": step.mode.label, "tokens": step.bucket.tokens}
             rows.append(name | _step_row(target, deployment, step, compiled, per_layer) | memory)
             kernels += [name | row for row in _kernel_rows(compiled.kernels)]
-    return rows, kernels
+            layers += [name | launch._asdict() for launch in compiled.named]
+    return rows, kernels, layers
 
 
 def _steps(deployment: Deployment, workload: Workload) -> list[Step]:
@@ -188,7 +191,7 @@ def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled
     layers = deployment.layout.model.num_layers
     if layers <= MANY or deployment.layout.model.num_late_layers:
         whole = _compile(target, deployment, step, layers)
-        return whole, whole.launches // layers
+        return whole._replace(named=()), whole.launches // layers
     few, many = (_compile(target, deployment, step, count) for count in (FEW, MANY))
 
     def on_the_line[T: (int, float)](a: T, b: T) -> T:
@@ -208,6 +211,7 @@ def _whole(target: Target, deployment: Deployment, step: Step) -> tuple[Compiled
         kernels=counts(_alike(few.kernels, many.kernels), many.kernels),
         all_reduces=counts(few.all_reduces, many.all_reduces),
         compile_seconds=max(0.0, on_the_line(few.compile_seconds, many.compile_seconds)),
+        named=layer_launches(few.named, many.named),
     )
     return whole, (many.launches - few.launches) // (MANY - FEW)
 
@@ -280,6 +284,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
         all_reduce_kinds(text),
         any(kind in HOST_DECIDES for kind in thunks),
         compile_seconds,
+        named_launches(text),
     )
 
 

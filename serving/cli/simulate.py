@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -104,15 +105,16 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     for words in filter(None, (*beside, *more, stages_in_words(estimates))):
         print(words)
     fleets = _fleets(target, workload, settings, options, estimates)
-    compiled, kernels = _compile(target, to_compile, workload)
+    compiled = _compile(target, to_compile, workload)
     if arguments.out:
         report = _plan_report(target, estimates, arguments.out)
         report.table("fleets", fleets, "fleets")
         if steps:
             report.table("experts by steps", steps, "expert_steps")
         if compiled:
-            report.table("compiled", compiled, "compiled")
-            write_rows(arguments.out, "kernels", kernels)
+            report.table("compiled", compiled.pop("compiled"), "compiled")
+            for name, of_steps in compiled.items():
+                write_rows(arguments.out, name, of_steps)
         report.save()
     return 0
 
@@ -230,22 +232,27 @@ def _to_compile(
 
 def _compile(
     target: Target, deployments: Sequence[Deployment], workload: Workload
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Print the compiled steps of these, and their kernels; rows of both."""
+) -> dict[str, list[dict[str, Any]]]:
+    """Print the compiled steps of these, their kernels and layers; rows of each, by name."""
     if not deployments:
-        return [], []
+        return {}
     from serving.bench.compiled_plan import compile_rows
 
-    rows, kernels = compile_rows(target, deployments, workload)
+    rows, kernels, layers = compile_rows(target, deployments, workload)
     print("\ncompiled: the largest step in every mode, and one of decodes:")
     print(as_text(rows))
+    step = operator.itemgetter("sp", "tp", "step", "tokens")
     print("\nits kernels, those of most time first:")
     for row in rows:
-        names = ("sp", "tp", "step", "tokens")
-        ours = [one for one in kernels if all(one[name] == row[name] for name in names)]
+        ours = [one for one in kernels if step(one) == step(row)]
         shown = [{k: v for k, v in one.items() if k != "result"} for one in ours[:MOST_KERNELS]]
         print(as_text(shown))
-    return rows, kernels
+    print("\nlaunches of a layer, in order, by the functions whose work is in them:")
+    for row in rows:
+        names = [one["name"] for one in layers if step(one) == step(row)]
+        shallow = "not told apart in so shallow a model"
+        print("sp {} tp {}, {} of {} tokens: ".format(*step(row)) + ("; ".join(names) or shallow))
+    return {"compiled": rows, "kernels": kernels, "layers": layers}
 
 
 def _plan_report(target: Target, estimates: Sequence[Estimate], out: Path) -> Report:

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 from compile import aot
 
+from serving.bench import compiled_plan
+from serving.bench.compiled_cost import Kernel
+from serving.bench.compiled_plan import Compiled
+from serving.bench.launch_list import Launch
 from serving.cli.main import main
 from shiftjax.arch.presets import PRESETS
 
@@ -35,6 +39,26 @@ def test_missing_wheels_are_named(capsys, monkeypatch):
     assert main(["plan", "--model", "tiny", "--compile"]) == 2
     version = importlib.metadata.version("jaxlib")
     assert f"pip install --no-deps jax-cuda13-absent=={version}" in capsys.readouterr().err
+
+
+def test_launches_of_a_layer_are_listed_in_order(capsys, tmp_path, monkeypatch):
+    """The compiler's part is given; tests/compile has the launches of real programs."""
+    kernel, layer = Kernel("other", "fusion", "", 0, 0, 1e-6), ["qkv", "decode_attention", "out"]
+
+    def compiled(_target, _deployment, _step, num_layers):
+        names = ["embed", *layer * num_layers, "head"]
+        launches = [Launch("kernel" if "_" in name else "product", name) for name in names]
+        return Compiled(*(1,) * 5, Counter({kernel: len(names)}), {}, False, 1.0, launches)
+
+    monkeypatch.setattr(compiled_plan, "PACKAGES", ())
+    monkeypatch.setattr(compiled_plan, "_compile", compiled)
+    sizes = ["--max-num-seqs", "8", "--compile", "1x8", "--out", str(tmp_path)]
+    assert main(["plan", "--model", "llama-70b", "--machine", "h200x8", *sizes]) == 0
+    assert f"sp 1 tp 8, shift of 8 tokens: {'; '.join(layer)}\n" in capsys.readouterr().out
+    rows = [row for row in rows_of(tmp_path / "layers.jsonl") if row["tokens"] == 8]
+    assert [row["name"] for row in rows] == layer
+    assert {(row["sp"], row["tp"], row["step"]) for row in rows} == {(1, 8, "shift")}
+    assert [row["launches_per_layer"] for row in rows_of(tmp_path / "compiled.jsonl")] == [3, 3]
 
 
 @pytest.mark.thorough
