@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from shiftjax.core.policies import POLICIES
+from shiftjax.core.policies import DEFAULT_POLICY, POLICIES
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import (
     ConfigError,
@@ -290,9 +290,10 @@ class SchedulerOptions:
         low=1,
         high=1 << 20,
     )
-    policy: str = option(
-        "threshold",
-        "how a step's mode is chosen",
+    policy: str | None = option(
+        None,
+        "how a step's mode is chosen; default: cost for a model with experts on a machine with "
+        f"known costs, unless shift_threshold is given; else {DEFAULT_POLICY}",
         choices=tuple(name for name, policy in POLICIES.items() if not policy.is_simulated),
     )
     machine: str | None = option(
@@ -336,6 +337,11 @@ class SchedulerOptions:
         "how large steps with prompts are: by what they cost, where that is known, and prompts in "
         "an order of their lengths, too; or as large as they may be, in order of arrival",
     )
+
+    @property
+    def mode_policy(self) -> str:
+        """The policy by which modes are chosen: `policy`, or its default."""
+        return self.policy or DEFAULT_POLICY
 
     @property
     def targets(self) -> Targets:
@@ -529,14 +535,14 @@ def _hosts_share_the_devices(
     return f"hosts = {hosts} must have as many devices each, and {used} are asked for in all"
 
 
-def _threshold_is_used(policy: str, shift_threshold: int | None) -> str | None:
-    if POLICIES[policy].has_threshold or shift_threshold is None:
+def _threshold_is_used(policy: str | None, shift_threshold: int | None) -> str | None:
+    if policy is None or POLICIES[policy].has_threshold or shift_threshold is None:
         return None
     return f"shift_threshold = {shift_threshold} has no meaning with policy = {policy}: drop one"
 
 
 def _machine_is_used(
-    policy: str,
+    policy: str | None,
     machine: str | None,
     speculation: str,
     draft_choice: str,
@@ -550,6 +556,7 @@ def _machine_is_used(
     pp: int,
 ) -> str | None:
     has_number = shift_threshold is not None or weights != "gather"
+    policy = policy or DEFAULT_POLICY
     steps_by_cost = POLICIES[policy].needs_costs(0 if has_number else None)
     drafts_by_cost = speculation != "none" and draft_choice != "fill" and not fixed_drafts
     fleet_by_cost = fleet and traits_of(fleet_policy).needs_costs

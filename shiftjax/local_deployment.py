@@ -26,7 +26,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import codes_in, dtype_of, stored_weights
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
-from shiftjax.sim.chosen_mesh import with_chosen_mesh
+from shiftjax.sim.chosen_mesh import with_costs
 from shiftjax.sim.modelled import Target
 from shiftjax.weights.kv_scales import identify_scales
 from shiftjax.weights.source import TensorSource
@@ -55,7 +55,7 @@ def deploy(
     devices, suited = _machine(config, model, cache_dir)
     measured, available = measure(devices, hosts), host_memory()[1]
     if (target := _modelled(config, model, measured, devices[0], suited)) is not None:
-        config = with_chosen_mesh(config, target)
+        config = with_costs(config, target)
     if config.parallel.phases is None:
         deployments = [resolve(config, model, measured, suited)]
     else:  # the host holds a copy of the weights, too

@@ -18,7 +18,7 @@ from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.settings import load_plugins_of
-from shiftjax.sim.chosen_mesh import with_chosen_mesh
+from shiftjax.sim.chosen_mesh import with_costs
 from shiftjax.sim.experiments import target_from, target_of
 from shiftjax.sim.modelled import Target, deploy_config
 from shiftjax.weights.locate import hub_of
@@ -60,7 +60,7 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
     model = model_of(config.model.model.removeprefix("random:"), hub_of(config.model))
     asked = target_of(config, model, **target)
     asked = with_kernels(asked, arguments.kernels)
-    own = deploy_config(asked, with_chosen_mesh(config, asked))
+    own = deploy_config(asked, with_costs(config, asked))
     if drafts and not own.drafts.copies:
         raise ConfigError(["--acceptance needs speculation in --config"])
     settings = {name: getattr(own, name) for name in SHARED}

@@ -115,7 +115,7 @@ def _with_degrees(config: EngineConfig, chosen: Candidate | None) -> EngineConfi
     is_pair = chosen is not None and chosen.phases is not None
     degrees = {} if chosen is None or is_pair else chosen.prefill._asdict()
     phases = chosen.name if chosen is not None and is_pair else None
-    needs_costs = POLICIES[scheduler.policy].needs_costs(config.threshold_tokens)
+    needs_costs = POLICIES[scheduler.mode_policy].needs_costs(config.threshold_tokens)
     is_read = is_pair or cache.prefix_caching or cache.preemption == "swap"
     return replace(
         config,

@@ -64,7 +64,7 @@ def open_simulated(
     info = {
         "devices": f"simulated {machine}",
         "mesh": f"simulated {machine}: {deployment.mesh}",
-        "policy": config.scheduler.policy,
+        "policy": deployment.policy,
         "block_size": str(cache.block_size),
         "num_gpu_blocks": str(cache.num_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),

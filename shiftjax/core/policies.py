@@ -214,6 +214,7 @@ _CLASSES: tuple[type[Policy], ...] = (
 )
 POLICIES: dict[str, type[Policy]] = {each.name: each for each in _CLASSES}
 """Every policy by its name; the settings and `--compare` offer what is here."""
+DEFAULT_POLICY = ThresholdPolicy.name
 
 
 def make_policy(name: str, threshold: int | None, costs: "GroupCosts | None" = None) -> Policy:

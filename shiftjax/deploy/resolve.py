@@ -106,7 +106,7 @@ def resolve(
         layout=layout,
         formats=formats,
         dp=dp,
-        policy=scheduler.policy,
+        policy=scheduler.mode_policy,
         threshold=config.threshold_tokens,
         max_model_len=longest,
         max_num_seqs=budgets.max_num_seqs,
@@ -148,7 +148,7 @@ def _chooses_for_targets(config: EngineConfig, devices: Devices) -> bool:
     if scheduler.step_sizes != "cost" or scheduler.targets.are_none:
         return False
     is_named = scheduler.machine is not None
-    by_cost = POLICIES[scheduler.policy].needs_costs(config.threshold_tokens)
+    by_cost = POLICIES[scheduler.mode_policy].needs_costs(config.threshold_tokens)
     return devices.is_priced or is_named or by_cost
 
 

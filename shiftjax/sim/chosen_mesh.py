@@ -1,4 +1,4 @@
-"""The mesh of a model with experts, by predicted costs, where the settings leave it open. No JAX.
+"""Mesh and policy of a model with experts, by costs, where settings leave them open. No JAX.
 
 A dense model's is the rule's (`deploy.resolve.base_rule`): the least TP, and SP over the rest. With
 experts a step reads little of the weights for each token, so that what devices tell each other
@@ -36,6 +36,20 @@ def leaves_mesh_open(config: EngineConfig, target: Target) -> bool:
         and not (parallel.gathers or config.fleet.fleet or config.host.is_one_of_several)
         and target.machine.num_hosts == 1
     )
+
+
+def with_costs(config: EngineConfig, target: Target) -> EngineConfig:
+    """Return the settings with what costs say of a model with experts, where they leave it open.
+
+    Its mesh and experts (`with_chosen_mesh`), and the cost policy: a threshold knows base and shift
+    alone, and modes between them gather less than base and move less than shift.
+    """
+    chosen, scheduler = with_chosen_mesh(config, target), config.scheduler
+    is_open = scheduler.policy is None and scheduler.shift_threshold is None
+    has_modes = chosen.parallel.sp != 1 or config.fleet.fleet
+    if target.model.experts is None or not (is_open and has_modes) or config.parallel.phases:
+        return chosen
+    return replace(chosen, scheduler=replace(scheduler, policy="cost"))
 
 
 def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:

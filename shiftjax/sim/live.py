@@ -14,7 +14,7 @@ from shiftjax.core.limits import NO_LOGPROBS
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet.regrouping import MOST_REMEMBERED, Fleet
 from shiftjax.options import ConfigError
-from shiftjax.sim.chosen_mesh import with_chosen_mesh
+from shiftjax.sim.chosen_mesh import with_costs
 from shiftjax.sim.devices import Clock, WallClock
 from shiftjax.sim.made_up import MadeUpTokens
 from shiftjax.sim.modelled import Target, deploy_config
@@ -41,7 +41,7 @@ def deploy_live(target: Target, config: EngineConfig) -> Deployment:
     ]
     if wrong:
         raise ConfigError(wrong)
-    return deploy_config(target, with_chosen_mesh(config, target))
+    return deploy_config(target, with_costs(config, target))
 
 
 def live_engine(

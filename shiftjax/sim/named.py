@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, get_args, get_type_hints
 
 from shiftjax.config import CONTROLS, SERVER_BUDGETS, SETTINGS, EngineConfig
-from shiftjax.core.policies import POLICIES
+from shiftjax.core.policies import DEFAULT_POLICY, POLICIES
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.expert_storage import as_used
 from shiftjax.deploy.resolve import resolve, stage_problems
@@ -208,7 +208,7 @@ def _shared(target: Target, fragment: Fragment, budgets: Mapping[str, Any]) -> F
     shared["quantization"] = "none" if formats.weights == formats.activations else formats.weights
     threshold, host_bytes = shared.pop("threshold", None), shared.pop("host_bytes", 0)
     fleet, drafts = shared.pop("fleet", NO_FLEET), shared.pop("drafts", NO_DRAFTS)
-    policy = POLICIES.get(fragment.get("policy", SETTINGS["policy"].default))
+    policy = POLICIES.get(fragment.get("policy", DEFAULT_POLICY))
     if threshold is not None and policy is not None and policy.has_threshold:
         shared["shift_threshold"] = threshold
     if host_bytes and "phases" in fragment:

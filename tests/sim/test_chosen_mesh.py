@@ -55,6 +55,23 @@ def test_what_the_settings_say_is_kept(options, degrees):
         assert opened(MOE, **options) == degrees
 
 
+@pytest.mark.parametrize(
+    ("model", "options", "policy"),
+    [
+        (MOE, {}, "cost"),
+        (MOE, {"sp": 8}, "cost"),
+        (MOE, {"sp": 8, "policy": "threshold"}, "threshold"),
+        (MOE, {"sp": 8, "shift_threshold": 100}, "threshold"),
+        (MOE, {"sp": 1}, "threshold"),  # one mode
+        (MOE, {"fleet": True, "tp": 2}, "cost"),
+        ("llama-8b", {"sp": 8}, "threshold"),
+    ],
+)
+def test_modes_of_experts_are_chosen_by_cost_where_that_is_open(model, options, policy):
+    config = EngineConfig.from_options(model=model, **options)
+    assert deploy_live(target_of(config, model, "h200x8"), config).policy == policy
+
+
 def test_as_many_devices_as_the_settings_say_are_used():
     dp, sp, tp = opened(MOE, devices=2)
     assert dp * sp * tp == 2
