@@ -1,5 +1,6 @@
 """What the settings come to on the devices of this machine."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,7 @@ import jax
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import num_parameters
+from shiftjax.arch.weights import Weight, num_parameters, weights_of
 from shiftjax.config import EngineConfig
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine
 from shiftjax.deploy.deployment import Deployment, Devices
@@ -23,13 +24,13 @@ from shiftjax.hosts.calls import Hosts
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import codes_in, dtype_of, stored_weights
+from shiftjax.parallel.stored import codes_in, dtype_of, is_quantised, stored_weights
 from shiftjax.phases.configurations import merge_phases, resolve_phases
 from shiftjax.settings import environ_beside, num_cores, warn_of_crowding
 from shiftjax.sim.chosen_mesh import with_costs
 from shiftjax.sim.modelled import Target
 from shiftjax.weights.kv_scales import identify_scales
-from shiftjax.weights.source import TensorSource
+from shiftjax.weights.source import OF_SCALE, TensorSource, part_shape
 
 
 class Local(NamedTuple):
@@ -112,11 +113,26 @@ def host_copy_bytes(model: ModelConfig, formats: Formats) -> int:
     plain, codes = formats.activations, codes_in(model, formats)
     has_codes = codes is not None and not codes.are_made_anew
     held = Formats(formats.weights if has_codes else plain, plain, plain)
+    if has_codes and held.has_codes_of_inputs:  # as the checkpoint has them, not in whole blocks
+        return sum(_read_bytes(weight, model, held) for weight in weights_of(model))
     return sum(
         weight.num_elements * dtype_of(weight, held).itemsize
         for weight in stored_weights(Layout(model, 1, 1), held)
         if weight.tied_to is None
     )
+
+
+def _read_bytes(weight: Weight, model: ModelConfig, held: Formats) -> int:
+    """Bytes of a weight as it is read from a checkpoint with codes of eight bits."""
+    codes = model.codes
+    if weight.tied_to is not None or not is_quantised(weight, model, held):
+        numbers = 0 if weight.tied_to else weight.num_elements
+        return numbers * dtype_of(weight, held).itemsize
+    assert codes is not None
+    scales = [part_shape(shape, OF_SCALE, codes) for shape in weight.tensors.values()]
+    inputs = len(scales) if codes.have_input_scales else 0
+    num_scales = sum(map(math.prod, scales)) + inputs
+    return weight.num_elements + num_scales * FORMATS["float32"].dtype.itemsize
 
 
 def _machine(

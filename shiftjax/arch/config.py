@@ -158,8 +158,11 @@ class Codes:
     """A checkpoint whose layers have matrices as codes, and not as plain numbers."""
 
     plain: tuple[str, ...] = ()  # those that it has plain all the same: `Weight.source` of each
-    are_made_anew: bool = False  # at load, because its scales are none of output channels
+    are_made_anew: bool = False  # at load, because devices have no scales as its own
     have_input_scales: bool = False  # of activations, one a matrix; else those of every token
+    # Of square blocks (`parallel/blocks.py`): neighbouring outputs that share a scale on devices;
+    # 0: output channels have a scale each.
+    rows_of_scale: int = 0
     format: str = "fp8"  # a name of `arch.formats`
     group: int = 0  # of four bits: inputs that share a scale; 0: all of an output channel's
     has_zeros: bool = False  # of four bits: groups have zero points

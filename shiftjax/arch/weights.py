@@ -7,6 +7,7 @@ their weights by these names.
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -32,10 +33,36 @@ def of_shape(axis: str, heads: int) -> str:
     return f"{axis}@{heads}" if heads else axis
 
 
+class Axis(NamedTuple):
+    """What the name of an axis says: `name@heads:whole/rows`, where all but the name may lack."""
+
+    name: str
+    heads: int = 0  # of layers with such heads (`head_shapes`)
+    whole: int = 1  # padded so that every device has a multiple of it
+    rows: int = 1  # neighbours that are one row of the weight
+
+    def __str__(self) -> str:
+        whole = f":{self.whole}" if self.whole > 1 else ""
+        rows = f"/{self.rows}" if self.rows > 1 else ""
+        return f"{of_shape(self.name, self.heads)}{whole}{rows}"
+
+
+_AXIS = re.compile(r"(\w+)(?:@(\d+))?(?::(\d+))?(?:/(\d+))?")
+
+
+@cache
+def read_axis(axis: str) -> Axis:
+    """Undo `str` of an axis."""
+    found = _AXIS.fullmatch(axis)
+    assert found is not None, axis
+    name, heads, whole, rows = found.groups()
+    return Axis(name, int(heads or 0), int(whole or 1), int(rows or 1))
+
+
 def plain_axis(axis: str) -> tuple[str, int]:
-    """Undo `of_shape`."""
-    name, _, heads = axis.partition("@")
-    return name, int(heads or 0)
+    """Return the name of an axis and the heads of the layers that have it."""
+    name, heads, *_ = read_axis(axis)
+    return name, heads
 
 
 class Weight(NamedTuple):

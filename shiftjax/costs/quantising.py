@@ -35,7 +35,7 @@ def quantising(
     if not kernels or not formats.has_codes_of_inputs:
         return Quantising()
     model, ways, local = layout.model, layout.ways(mode), num_tokens // mode.sp
-    blocks = layout.shard_rows("blocks", mode)
+    blocks = layout.padded_for // ways
     plain, codes = formats.activation_bytes, FORMATS[formats.weights].dtype.itemsize
     heads, inner = layout.num_heads * model.head_dim // ways, layout.intermediate_size // ways
     num_bytes = heads * (2 * plain + codes) + inner * (plain + codes)

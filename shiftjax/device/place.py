@@ -6,6 +6,7 @@ and again is read once (`HostWeights`) and then costs the host no copy.
 """
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,7 +21,7 @@ from jax.typing import DTypeLike
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import Kind, Weight, family_of, plain_axis, weights_of
+from shiftjax.arch.weights import Kind, Weight, family_of, plain_axis
 from shiftjax.device.joined import Joiner, Members
 from shiftjax.device.mesh import stored_sharding
 from shiftjax.device.views import ALIGNMENT_BYTES
@@ -28,7 +29,16 @@ from shiftjax.models.families import FORWARD
 from shiftjax.models.products import in_blocks, quantise, relative_error
 from shiftjax.parallel.four_bits import ZERO, groups_of_blocks
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import FLOAT32, INPUTS, SCALE, codes_in, dtype_of, stored_weights
+from shiftjax.parallel.square_blocks import squares_of_blocks
+from shiftjax.parallel.stored import (
+    FLOAT32,
+    INPUTS,
+    SCALE,
+    codes_in,
+    dtype_of,
+    plain_weights,
+    stored_weights,
+)
 from shiftjax.weights.kv_scales import read_scale
 from shiftjax.weights.source import (
     OF_CODES,
@@ -120,9 +130,9 @@ def load_rows(
     stored = {weight.name: weight for weight in model.declared}
     joiner = Joiner(arrays or [(weight,) for weight in model.declared])
     errors: dict[str, jax.Array] = {}
-    plain_weights = [layout.stored(weight) for weight in weights_of(layout.model)]
-    for done, plain in enumerate(plain_weights):
-        progress("weights", done, len(plain_weights))
+    plains = plain_weights(layout, model.formats)
+    for done, plain in enumerate(plains):
+        progress("weights", done, len(plains))
         weight = stored[plain.name]
         if weight.tied_to is not None:
             joiner.put(plain.name, None)
@@ -139,16 +149,16 @@ def load_rows(
         else:
             values = _load_one(plain, model.dtype, layout, mesh, rows)
             shardings = tuple(stored_sharding(each, layout, mesh) for each in parts)
-            num_blocks = weight.shape[0] if plain.transposed else 0
+            blocks = weight.shape if plain.transposed else None
             is_judged = codes is not None
-            *placed, error = _quantiser(num_blocks, shardings, is_judged)(values)
+            *placed, error = _quantiser(blocks, shardings, is_judged)(values)
             errors |= {plain.name: error} if is_judged else {}
         for part, array in zip(parts, placed, strict=True):
             joiner.put(part.name, array)
     _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
     for scales in (weight for weight in model.declared if weight.kind == "kv_scale"):
         joiner.put(scales.name, _load_one(scales, np.dtype(np.float32), layout, mesh, rows))
-    progress("weights", len(plain_weights), len(plain_weights))
+    progress("weights", len(plains), len(plains))
     return joiner.arrays()
 
 
@@ -179,8 +189,10 @@ def _load_codes(
         *inputs, each, outputs = plain.shape
         as_read = as_read._replace(shape=(*inputs, each // 2, outputs))
     array = _load_one(as_read, dtype, layout, mesh, rows)
-    cut = _cutter(codes.shape[0], stored_sharding(codes, layout, mesh))
+    cut = _cutter(codes.shape, stored_sharding(codes, layout, mesh))
     wanted = groups_of_blocks(plain, layout, own) if is_packed else None
+    if own.rows_of_scale:
+        wanted = squares_of_blocks(plain, codes, layout)
     placed = [cut(array)]
     for each in scales:
         as_read = each
@@ -218,30 +230,37 @@ def _check_errors(model: str, errors: dict[str, float]) -> None:
 
 
 @lru_cache(maxsize=64)
-def _quantiser(num_blocks: int, shardings: tuple[NamedSharding, ...], is_judged: bool) -> Any:
+def _quantiser(
+    blocks: tuple[int, ...] | None, shardings: tuple[NamedSharding, ...], is_judged: bool
+) -> Any:
     """Return what makes codes and scale of a stored matrix, on the devices that have it.
 
-    And, if `is_judged`, the relative error of what they say. `num_blocks` 0: a column-parallel
-    matrix. One program for each shape.
+    And, if `is_judged`, the relative error of what they say. `blocks` is the shape of the codes of
+    a row-parallel matrix; None: a column-parallel one. One program for each shape.
     """
 
     def convert(values: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        matrix = values.reshape(-1, values.shape[-1]).T if num_blocks else values
+        matrix = values.reshape(-1, values.shape[-1]).T if blocks else values
         codes, scale = quantise(matrix)
         error = relative_error(matrix, codes, scale) if is_judged else None
-        return in_blocks(codes, num_blocks) if num_blocks else codes, scale, error
+        return _cut(codes, blocks) if blocks else codes, scale, error
 
     return jax.jit(convert, out_shardings=(*shardings, None))
 
 
 @lru_cache(maxsize=64)
-def _cutter(num_blocks: int, sharding: NamedSharding) -> Any:
+def _cutter(shape: tuple[int, ...], sharding: NamedSharding) -> Any:
     """Return what cuts codes `[*inputs, out]` in blocks, on the devices that have them."""
 
     def cut(codes: jax.Array) -> jax.Array:
-        return in_blocks(codes.reshape(-1, codes.shape[-1]).T, num_blocks)
+        return _cut(codes.reshape(-1, codes.shape[-1]).T, shape)
 
     return jax.jit(cut, out_shardings=sharding)
+
+
+def _cut(codes: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Cut codes `[out, in]` in blocks of inputs, `[*blocks, out, block]`."""
+    return in_blocks(codes, math.prod(shape[:-2])).reshape(shape)
 
 
 class HostWeights:

@@ -28,7 +28,7 @@ class Part(nnx.Module):
     ) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
         values = getattr(self, name)[...]
-        matrix = self._matrix(name, values.reshape(-1, values.shape[-1]))
+        matrix = self._matrix(name, values.reshape(-1, values.shape[-1]), values.ndim)
         return project_out(x, matrix, packed).reshape(x.shape[0], *values.shape[:-1])
 
     def _in(
@@ -36,17 +36,23 @@ class Part(nnx.Module):
     ) -> Float[Array, "tokens out"]:
         """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
         values = getattr(self, name)[...]
-        if not hasattr(self, f"{name}{SCALE}"):
-            values = values.reshape(-1, values.shape[-1])
-        return project_in(x, self._matrix(name, values), packed)
+        kept = 2 if hasattr(self, f"{name}{SCALE}") else 1
+        values = values.reshape(-1, *values.shape[-kept:])
+        return project_in(x, self._matrix(name, values, 2), packed)
 
-    def _matrix(self, name: str, values: Array) -> Matrix:
-        """Return a matrix with its scales, and with what its inputs are in units of, if it is."""
+    def _matrix(self, name: str, values: Array, of_blocks: int) -> Matrix:
+        """Return a matrix with its scales, and with what its inputs are in units of, if it is.
+
+        Scales of square blocks have at least `of_blocks` dimensions.
+        """
         parts = (getattr(self, f"{name}{suffix}", None) for suffix in (SCALE, INPUTS, ZERO))
         scale, inputs, zero = (None if each is None else each[...] for each in parts)
+        if scale is None:
+            return Matrix(values)
         if not is_packed(values):
-            scale = None if scale is None else scale.reshape(-1)
-        elif values.ndim == 2 and scale is not None:  # column-parallel, perhaps of heads
+            kept = scale.shape[-1:] if scale.ndim >= of_blocks else ()
+            scale = scale.reshape(-1, *kept)
+        elif values.ndim == 2:  # column-parallel, perhaps of heads
             scale = scale.reshape(-1, scale.shape[-1])
             zero = None if zero is None else zero.reshape(scale.shape)
         return Matrix(values, scale, inputs, zero)

@@ -3,7 +3,7 @@
 Codes are e4m3, and so are their inputs then; those of four bits are widened (`four_bits.py`).
 
 Activations have a scale for each token and block of inputs. What a block is follows from the model
-alone (`parallel/stored.py`): neither the other tokens of a step, nor its mode, nor the number of
+alone (`parallel/blocks.py`): neither the other tokens of a step, nor its mode, nor the number of
 devices changes a code. Weights have a scale for each output channel, or for each block of a
 checkpoint that has such.
 
@@ -23,7 +23,7 @@ from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
-from shiftjax.parallel.stored import BLOCK
+from shiftjax.parallel.blocks import BLOCK
 
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)

@@ -12,7 +12,8 @@ import numpy as np
 
 from shiftjax.arch.cache import CacheSpec, Entry, LayerCache
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.weights import Weight, plain_axis
+from shiftjax.arch.weights import Weight, plain_axis, read_axis
+from shiftjax.parallel.blocks import heads_of_block
 from shiftjax.parallel.grid import Group, Mode
 
 # To a multiple of P.
@@ -159,6 +160,13 @@ class Layout:
     def num_heads(self) -> int:
         """Query heads after padding."""
         return self.num_kv_heads * self.q_per_kv
+
+    @property
+    def heads_of_block(self) -> tuple[int, int]:
+        """Inputs of o that share a scale as codes, and the heads that they are (`blocks.py`)."""
+        model = self.model
+        q_per_kv = model.num_heads // model.num_kv_heads
+        return heads_of_block(model.num_heads, q_per_kv, model.head_dim)
 
     @property
     def heads_per_device(self) -> int:
@@ -328,22 +336,26 @@ class Layout:
     def _stored_size(self, axis: str | None, size: int, mode: Mode) -> int:
         if axis is None:
             return size
-        layout, axis = self.of_axis(axis)
+        whole, (layout, axis) = read_axis(axis).whole, self.of_axis(axis)
         if axis == "heads":
             return layout.num_heads
         if axis == "kv_heads":
             return sum(map(len, layout.kv_heads_of_ranks(mode)))
-        return round_up(size, self.padded_for) if axis in _PADDED_AXES else size
+        return round_up(size, whole * self.padded_for) if axis in _PADDED_AXES else size
 
     def source_rows(self, axis: str, mode: Mode | None = None) -> np.ndarray:
         """Return, per row of a sharded axis, the checkpoint's row, or -1 for padding.
 
         Rows are heads for `heads` and `kv_heads`, single rows for the other axes; they are those
-        of `mode`, or as stored. Only KV heads differ: ranks hold replicas.
+        of `mode`, or as stored. Only KV heads differ: ranks hold replicas. Where an axis counts
+        blocks of rows, those of the checkpoint are blocks as large.
         """
+        _, _, whole, num = read_axis(axis)
         layout, axis = self.of_axis(axis)
-        if layout is not self:
-            return layout.source_rows(axis, mode)
+        rows = layout._source_rows(axis, whole, mode)
+        return rows if num == 1 else np.where(rows < 0, -1, rows // num)[::num]
+
+    def _source_rows(self, axis: str, whole: int, mode: Mode | None) -> np.ndarray:
         model = self.model
         if axis == "kv_heads":
             held = np.array(self.kv_heads_of_ranks(mode or self.base)).reshape(-1)
@@ -353,15 +365,15 @@ class Layout:
             q_per_kv = model.num_heads // model.num_kv_heads
             real = (kv_head < model.num_kv_heads) & (offset < q_per_kv)
             return np.where(real, kv_head * q_per_kv + offset, -1)
-        real_size, size = {
-            "intermediate": (model.intermediate_size, self.intermediate_size),
-            "wide_intermediate": (2 * model.intermediate_size, self.wide_intermediate_size),
-            "shared_intermediate": (self._shared_width, self.shared_intermediate_size),
-            "experts": (model.experts.num if model.experts else 0, self.num_experts),
-            "vocab": (model.vocab_size, self.vocab_size),
-            "draft_vocab": (self.num_draft_ids, round_up(self.num_draft_ids, self.padded_for)),
+        real_size = {
+            "intermediate": model.intermediate_size,
+            "wide_intermediate": 2 * model.intermediate_size,
+            "shared_intermediate": self._shared_width,
+            "experts": model.experts.num if model.experts else 0,
+            "vocab": model.vocab_size,
+            "draft_vocab": self.num_draft_ids,
         }[axis]
-        rows = np.arange(size)
+        rows = np.arange(round_up(real_size, whole * self.padded_for))
         return np.where(rows < real_size, rows, -1)
 
     def local_size(self, axis: str | None, size: int, mode: Mode) -> int:

@@ -1,16 +1,24 @@
 """Weights as devices store them: padded for a layout, matrices perhaps as codes. No JAX.
 
 A quantised matrix is `codes` (e4m3) and a `scale` for each output channel, float32: a number is its
-code times the scale. How it is stored follows from the way that devices split it:
+code times the scale. Checkpoints with scales of square blocks, 128 x 128, keep these. How it is
+stored follows from the way that devices split it; `blocks.py` says which inputs are a block:
 
-    column-parallel   codes [out, in], scale [out], both split by outputs
-    row-parallel      codes [blocks, out, in / blocks], scale [out] on every device
-    input scales      [1], of checkpoints that have them; else every token has its own in a step
+    column-parallel   codes [*out, in], scale [*out], both split by outputs
+    row-parallel      codes [in / block, out, block] split by blocks, scale [out] on every device
     experts           codes [experts, out, in], scale [experts, out], both split by experts
+    input scales      [1], of checkpoints that have them; else every token and block has its own
 
-A block is the part of the inputs that one device has where all of them split it, so a shard of any
-mode is some whole blocks, and the contraction is the innermost dimension in both: what the fp8
-instructions of GPUs want, and nothing is transposed in a step. Codes of four bits: `four_bits.py`.
+    square blocks     of `rows` outputs, which are 128 where heads and widths are multiples of it:
+    column-parallel   scale [*out / rows, in / 128], the last of inputs perhaps ragged
+    row-parallel      scale [in / block, out / rows], split as the codes
+    experts           scale [experts, out / rows, in / 128]
+
+Heads that are several blocks are a dimension more: codes [heads, blocks, out, block]. Widths of
+MLPs are padded so that each device has whole blocks: a shard of any mode is some of them, and
+nothing that is stored depends on the devices but the padding. The contraction is the innermost
+dimension: what the fp8 instructions of GPUs want, and nothing is transposed in a step. Codes of
+four bits: `four_bits.py`.
 """
 
 from dataclasses import replace
@@ -19,13 +27,13 @@ import numpy as np
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.weights import Weight, kv_scales_of, weights_of
+from shiftjax.arch.weights import Axis, Weight, kv_scales_of, read_axis, weights_of
 from shiftjax.options import ConfigError
+from shiftjax.parallel.blocks import BLOCK, block_of_width
 from shiftjax.parallel.four_bits import can_be_packed, num_inputs, packed_parts
 from shiftjax.parallel.layout import Layout
 
 SCALE = "_scale"  # after the name of what it scales
-BLOCK = 128  # inputs of a product of codes that share a scale, where the model allows it
 INPUTS = "_input_scale"  # after the name of the matrix whose inputs it scales
 COPIED = ("bias", "scale", "norm", "head_norm", "kv_scale")  # small: modes have copies, not views
 FLOAT32 = ("correction", "scale", "input_scale", "kv_scale")  # kinds, whatever the formats are
@@ -67,16 +75,33 @@ def is_quantised(weight: Weight, model: ModelConfig, formats: Formats) -> bool:
     return can_be_codes(weight, formats.weights) and weight.parts[0].source not in plain
 
 
+def plain_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
+    """Every weight of the layout's model as it is stored before matrices become codes.
+
+    With codes of eight bits, MLPs are padded so that devices have whole blocks.
+    """
+    weights = weights_of(layout.model)
+    if formats.has_codes_of_inputs:
+        weights = (_in_whole_blocks(weight) for weight in weights)
+    return tuple(layout.stored(weight) for weight in weights)
+
+
+def _in_whole_blocks(weight: Weight) -> Weight:
+    if weight.split not in _MLPS:
+        return weight
+    axis = Axis(weight.split, whole=block_of_width(weight.shape[0]))
+    return weight._replace(axes=(str(axis), *weight.axes[1:]))
+
+
 def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """Every weight of the layout's model as devices store it, in the order of the model's.
 
     With the scales of a KV cache of codes. Raises ConfigError for four bits that the checkpoint has
-    not, and where a shard would cut a group of them.
+    not, and where a shard would cut a group of them, or a block.
     """
     stored: list[Weight] = []
-    for weight in weights_of(layout.model):
-        plain = layout.stored(weight)
-        if is_quantised(weight, layout.model, formats):
+    for plain in plain_weights(layout, formats):
+        if is_quantised(plain, layout.model, formats):
             stored += quantised(plain, layout, formats)
         else:
             stored.append(plain)
@@ -93,22 +118,56 @@ def quantised(plain: Weight, layout: Layout, formats: Formats) -> tuple[Weight, 
             words = f"{layout.model.name}: the checkpoint has no {formats.weights}"
             raise ConfigError([f"{words}, and none is made of other numbers: use fp8, or none"])
         return packed_parts(plain, layout, codes, SCALE)
+    of_blocks = 0 if codes is None or codes.are_made_anew else codes.rows_of_scale
+    parts = _codes_and_scale(plain, layout, of_blocks)
     if codes is None or not codes.have_input_scales:
-        return _codes_and_scale(plain, layout)
-    inputs = Weight(f"{plain.name}{INPUTS}", (1,), (None,), plain.source, "input_scale")
-    return *_codes_and_scale(plain, layout), inputs
+        return parts
+    return *parts, Weight(f"{plain.name}{INPUTS}", (1,), (None,), plain.source, "input_scale")
 
 
-def _codes_and_scale(plain: Weight, layout: Layout) -> tuple[Weight, Weight]:
+def _codes_and_scale(plain: Weight, layout: Layout, rows: int) -> tuple[Weight, Weight]:
+    """Codes and scale of a stored matrix; `rows` outputs share a scale of blocks, 0: of channels.
+
+    Raises ConfigError where a shard would cut a block.
+    """
     codes = plain._replace(kind="codes")
     scale = plain._replace(name=f"{plain.name}{SCALE}", kind="scale", transposed=False)
     if not plain.transposed:
-        return codes, scale._replace(shape=plain.shape[:-1], axes=plain.axes[:-1])
-    *_, outputs = plain.shape
-    blocks = layout.padded_for
-    shape = blocks, outputs, plain.num_elements // (blocks * outputs)
-    codes = codes._replace(shape=shape, axes=("blocks", None, None))
-    return codes, scale._replace(shape=(outputs,), axes=(None,))
+        if not rows:
+            return codes, scale._replace(shape=plain.shape[:-1], axes=plain.axes[:-1])
+        *outer, outputs, inputs = plain.shape
+        shape, axes = (*outer, outputs // rows, -(-inputs // BLOCK)), plain.axes
+        if not outer:
+            assert axes[0] is not None
+            axes = str(read_axis(axes[0])._replace(rows=rows)), *axes[1:]
+        return codes, scale._replace(shape=shape, axes=axes)
+    shape, axis = _row_parallel(plain, layout)
+    *blocks, outputs, _ = shape
+    axes = axis, *(None,) * (len(shape) - 1)
+    codes = codes._replace(shape=shape, axes=axes)
+    if not rows:
+        return codes, scale._replace(shape=(outputs,), axes=(None,))
+    return codes, scale._replace(shape=(*blocks, outputs // rows), axes=axes[:-1])
+
+
+def _row_parallel(plain: Weight, layout: Layout) -> tuple[tuple[int, ...], str]:
+    """Return the shape of codes of a row-parallel matrix, and what its first dimension counts."""
+    *rows, outputs = plain.shape
+    assert plain.axes[0] is not None
+    axis = read_axis(plain.axes[0])
+    if axis.name != "heads":
+        shape = rows[0] // axis.whole, outputs, axis.whole
+        return shape, str(axis._replace(rows=axis.whole))
+    num_heads, head_dim = rows
+    block, heads = layout.of_axis(plain.axes[0])[0].heads_of_block
+    if heads == 1:
+        parts = () if head_dim == block else (head_dim // block,)
+        return (num_heads, *parts, outputs, block), plain.axes[0]
+    if num_heads % (heads * layout.padded_for):
+        words = f"{plain.name}: {layout.padded_for} devices have {num_heads} heads of {head_dim}"
+        why = f"which cuts blocks of {heads} heads that share a scale"
+        raise ConfigError([f"{words}, {why}: use other degrees, or --quantization none"])
+    return (num_heads // heads, outputs, block), str(axis._replace(rows=heads))
 
 
 def dtype_of(weight: Weight, formats: Formats) -> np.dtype:

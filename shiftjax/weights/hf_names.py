@@ -48,6 +48,13 @@ class Place(NamedTuple):
         start = self.first + self.step * rows.start
         return slice(start, start + max(0, self.step * (rows.stop - rows.start - 1) + 1))
 
+    def of_blocks(self, name: str, rows: int) -> "Place":
+        """Return the place of what `rows` neighbouring rows share; CheckpointError if it is cut."""
+        if self.first % rows:
+            words = f"{self.name}: {name} begins inside a block of rows that share a scale"
+            raise CheckpointError(f"{words}: use --quantization none")
+        return self._replace(first=self.first // rows)
+
 
 def places_of(
     config: ModelConfig, stored: Mapping[str, TensorInfo]

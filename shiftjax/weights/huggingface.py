@@ -16,6 +16,7 @@ from shiftjax.weights.quantised import present
 from shiftjax.weights.safetensors_file import read_header, write_file
 from shiftjax.weights.source import (
     OF_INPUTS,
+    OF_SCALE,
     CheckpointError,
     TensorInfo,
     TensorSource,
@@ -62,6 +63,9 @@ class HuggingFaceSource:
             return np.ascontiguousarray(self._quantised.read(stored, index))
         shape = part_shape(info.shape, suffix, self.config.codes)
         rows, *rest = bounds(info._replace(shape=shape), index)
+        codes = self.config.codes
+        if suffix == OF_SCALE and codes is not None and codes.rows_of_scale:
+            place = place.of_blocks(matrix, codes.rows_of_scale)
         rows = place.range_of(rows)
         if place.expert is None:
             return np.ascontiguousarray(self._quantised.read(stored, (rows, *rest)))

@@ -160,7 +160,8 @@ def _open(location: ModelLocation, seed: int, dtype: str) -> TensorSource:
         config = read_config(path) if path else PRESETS[location.name.removeprefix(_RANDOM)]
         # E4m3 codes are made of random numbers as of any others, those of four bits are drawn.
         if config.codes is not None and not FORMATS[config.codes.format].is_packed:
-            codes = replace(config.codes, are_made_anew=True, have_input_scales=False)
+            made = {"are_made_anew": True, "have_input_scales": False, "rows_of_scale": 0}
+            codes = replace(config.codes, **made)
             config = replace(config, codes=codes)
         return RandomSource(config, seed, dtype)
     assert location.path is not None

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.weights import Weight, weights_of
+from shiftjax.parallel.blocks import BLOCK, rows_of_scale
 from shiftjax.parallel.four_bits import can_be_packed, num_inputs
 from shiftjax.parallel.stored import can_be_codes
 from shiftjax.weights.errors import CheckpointError
@@ -136,7 +137,9 @@ def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
     plain = tuple(_source(each) for each in schemes if each not in computed)
     if not computed:
         return _four_bits(schemes)
-    in_blocks = any(one.kind != "fp8" for one in computed.values())
+    kinds = {(one.kind, one.block) for one in computed.values()}
+    rows = rows_of_scale(config) if kinds == {("fp8_blocks", (BLOCK, BLOCK))} else 0
+    in_others = not rows and any(kind != "fp8" for kind, _ in kinds)
     fixed = [each for each, one in computed.items() if one.has_input_scale]
     stacked = [each for each in fixed if each.stacked or each.axes[0] == "experts"]
     if stacked or 0 < len(fixed) < len(computed):
@@ -145,7 +148,7 @@ def codes_of(method: Method | None, config: ModelConfig) -> Codes | None:
             f"{config.name}: {FIELD}: static scales of the inputs of {which} are not supported; "
             "use a checkpoint with dynamic ones"
         )
-    return Codes(plain, are_made_anew=in_blocks, have_input_scales=bool(fixed))
+    return Codes(plain, are_made_anew=in_others, have_input_scales=bool(fixed), rows_of_scale=rows)
 
 
 def _four_bits(schemes: Mapping[Weight, Scheme | None]) -> Codes | None:

@@ -1,9 +1,9 @@
 """Quantised checkpoints: their matrices as if they were plain, and the codes of those in e4m3.
 
 A `TensorSource` names `X.weight` whatever a file has in its place, and reads it as float32. Of
-matrices in e4m3 with a scale for each output channel it also reads `X.weight` + OF_CODES, the bytes
-of the file, and `X.weight` + OF_SCALE: so devices have the numbers that the checkpoint's maker had.
-So it does of four bits in groups (`packed_codes.py`).
+matrices in e4m3 with a scale for each output channel, or for blocks of 128 x 128, it also reads
+`X.weight` + OF_CODES, the bytes of the file, and `X.weight` + OF_SCALE: so devices have the numbers
+that the checkpoint's maker had. So it does of four bits in groups (`packed_codes.py`).
 
 All that is wrong is found when the directory is opened: headers and scales are read for it, nothing
 else. Scales are 0.01% to 3% of a checkpoint; those of groups are not kept.
@@ -19,6 +19,7 @@ import numpy as np
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import DTYPES, FORMATS
 from shiftjax.arch.weights import weights_of
+from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.stored import can_be_codes
 from shiftjax.weights.hf_names import stored_name
 from shiftjax.weights.packed import LAYOUTS, Layout, Packed, Part, Shape, spread
@@ -68,8 +69,12 @@ class Presented(NamedTuple):
         if suffix and self.codes and FORMATS[self.codes.format].is_packed:
             return self._read_four_bits(matrix, suffix, index)
         if name.endswith(OF_SCALE):
-            scales = self.packed[name.removesuffix(OF_SCALE)].scales
+            scales = self.packed[matrix].scales
             assert scales is not None
+            if self.codes and self.codes.rows_of_scale:
+                rows = self.codes.rows_of_scale
+                num = -(-self.tensors[matrix].shape[0] // rows)
+                scales = scales.repeat(BLOCK // rows, axis=0)[:num]
             return np.array(scales[index])
         if name.endswith(OF_INPUTS):
             return _whole(self.packed[name.removesuffix(OF_INPUTS)].parts["input_scale"]).reshape(1)

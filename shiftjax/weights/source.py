@@ -12,6 +12,7 @@ import numpy as np
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.arch.weights import EMBEDDING, LM_HEAD, expected_tensors
+from shiftjax.parallel.blocks import BLOCK
 from shiftjax.weights.errors import CheckpointError
 
 # Buffers that old versions of transformers saved although they follow from the configuration, and
@@ -70,9 +71,10 @@ class TensorSource(Protocol):
         Dimensions that `index` leaves out are read whole. Steps other than 1 and ranges outside
         the tensor raise ValueError. Of a matrix that is stored as codes (`config.has_codes`) its
         name + OF_CODES are these, e4m3 of the same shape, its name + OF_SCALE their units, float32
-        `[out]`, and its name + OF_INPUTS those of its inputs, `[1]`, if there are any. Of codes of
-        four bits these are uint8 `[out, in / 2]`, `[out, groups]`, and with OF_ZEROS zero points of
-        groups (`packed_codes.py`). Peak host memory: the range, times about four while a quantised
+        `[out]` or of blocks `[out / codes.rows_of_scale, in / BLOCK]`, and its name + OF_INPUTS
+        those of its inputs, `[1]`, if there are any. Of codes of four bits these are uint8
+        `[out, in / 2]`, `[out, groups]`, and with OF_ZEROS zero points of groups
+        (`packed_codes.py`). Peak host memory: the range, times about four while a quantised
         tensor is expanded; nothing else stays resident (files are memory-mapped).
         """
         ...
@@ -96,7 +98,10 @@ def part_shape(
     if suffix == OF_INPUTS:
         return (1,)
     if codes is None or not FORMATS[codes.format].is_packed:
-        return shape[:1] if suffix == OF_SCALE else shape
+        if suffix != OF_SCALE:
+            return shape
+        rows = codes.rows_of_scale if codes else 0
+        return (-(-shape[0] // rows), -(-shape[1] // BLOCK)) if rows else shape[:1]
     inputs, axis = shape[axis], axis % len(shape)
     size = inputs
     if suffix == OF_CODES:

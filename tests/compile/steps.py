@@ -305,7 +305,7 @@ def resident_bytes(case: Case, devices: list[Device]) -> int:
         [
             x
             for weight, x in zip(declared, other, strict=True)
-            if weight.axes[0] in SPLIT_BY_MODE and not weight.in_shift
+            if weight.split in SPLIT_BY_MODE and not weight.in_shift
         ]
         for other in others
     ]

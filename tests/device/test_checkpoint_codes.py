@@ -70,7 +70,7 @@ def test_codes_on_devices_are_the_bytes_of_the_file(format, from_host):
     for name, source in (("mlp.down", "mlp.down_proj"), ("attention.o", "self_attn.o_proj")):
         blocks, scale = (np.asarray(stored[f"layers.1.{name}{x}"]) for x in ("", "_scale"))
         expected, units = of_file(tensors, f"model.layers.1.{source}.weight")
-        assert blocks.shape[0] == 4
+        assert blocks.shape[2] == {"mlp.down": 8, "attention.o": 16}[name]
         assert np.concatenate(list(blocks), axis=1).tobytes() == expected.tobytes()
         assert np.array_equal(scale, units)
 
@@ -118,9 +118,9 @@ def test_what_no_scale_of_a_channel_can_say_is_refused(tmp_path):
 @pytest.mark.parametrize("mode", [Mode(2, 2), Mode(2, 1)])
 def test_inputs_are_in_units_of_the_checkpoint(mode):
     directory, config, _, numbers = written("fp8-static")
-    with numpy_fp8.quantised(4, numbers.keys(), 0.01):
+    with numpy_fp8.quantised(16, 8, numbers.keys(), 0.01):
         expected = numpy_llama.forward(config, numbers, PROMPT)["logits"]
-    with numpy_fp8.quantised(4, numbers.keys()):
+    with numpy_fp8.quantised(16, 8, numbers.keys()):
         own = numpy_llama.forward(config, numbers, PROMPT)["logits"]
     _, logits, _ = forward(directory, PROMPT, 2, 2, mode, "alias", formats=FP8)
     far = np.abs(logits - expected).max(axis=-1)
@@ -139,7 +139,7 @@ def of_file(tensors: files.Tensors, name: str) -> tuple[np.ndarray, np.ndarray]:
 def test_logits_are_those_of_the_same_codes_in_numpy(plain):
     sp, tp = 2, 2
     directory, config, _, numbers = written("compressed-tensors-tensor", plain)
-    with numpy_fp8.quantised(sp * tp, numbers.keys() - {f"{plain}.weight"}):
+    with numpy_fp8.quantised(16, 8, numbers.keys() - {f"{plain}.weight"}):
         expected = numpy_llama.forward(config, numbers, PROMPT)["logits"]
     for mode in dict.fromkeys((Mode(sp, sp), Mode(sp, 1))):
         _, logits, _ = forward(directory, PROMPT, sp, tp, mode, "alias", formats=FP8)
@@ -152,7 +152,7 @@ def test_logits_are_those_of_the_same_codes_in_numpy(plain):
 def test_tokens_are_those_of_the_checkpoint_in_every_mode():
     """Without being asked: a checkpoint of codes is computed with as codes."""
     directory, config, _, numbers = written("fp8")
-    with numpy_fp8.quantised(2, numbers.keys()):
+    with numpy_fp8.quantised(16, 8, numbers.keys()):
         expected = numpy_llama.greedy(config, numbers, PROMPT, 8)
     built = make(directory, 2, 1, num_blocks=42, token_buckets=[32], max_num_seqs=2)
     assert built.deployment.formats.weights == "fp8"

@@ -54,7 +54,7 @@ def test_tokens_do_not_depend_on_how_far_experts_are_split(sp, tp, experts_as):
 def test_logits_of_codes_are_those_of_the_same_codes_in_numpy():
     directory, config, tensors = checkpoint(**MOE)
     formats = Formats("fp8", "float32", "float32")
-    with numpy_fp8.quantised(4):
+    with numpy_fp8.quantised(o=16, down=8):
         expected = numpy_llama.forward(config, tensors, PROMPT)["logits"]
     plain = numpy_llama.forward(config, tensors, PROMPT)["logits"]
     for mode in (Mode(2, 2), Mode(2, 1)):

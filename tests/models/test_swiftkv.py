@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_definition(name):
 def test_codes_of_late_layers_are_those_of_the_definition():
     """A late layer's products are of codes, too, what makes its keys and values as well."""
     directory, config, tensors = swiftkv(1, num_attention_heads=8, num_key_value_heads=4)
-    with numpy_fp8.quantised(4):
+    with numpy_fp8.quantised(o=16, down=8):
         expected = numpy_llama.forward(config, tensors, PROMPT)["logits"]
     formats = Formats("fp8", "float32", "float32")
     _, logits, _ = forward(directory, PROMPT, 2, 2, Mode(2, 2), "alias", formats=formats)

@@ -200,9 +200,9 @@ VIEWS_ROWS = (
         ("tests/parallel/test_grid.py",), "heads of a narrow group are no part of a wide one's",
     ),
     Mutant(
-        "blocks of codes are those of the group", "views", "shiftjax/parallel/stored.py",
-        "blocks = layout.padded_for", "blocks = layout.num_devices",
-        (TEST_LAYOUT,), "groups of several widths cannot share codes",
+        "MLPs are padded for the devices alone", "views", "shiftjax/parallel/stored.py",
+        "whole=block_of_width(weight.shape[0])", "whole=1",
+        (TEST_LAYOUT, "tests/parallel/test_blocks.py"), "devices cut blocks of codes",
     ),
 )  # fmt: skip
 EXCHANGE_ROWS = (

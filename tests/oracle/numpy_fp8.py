@@ -13,7 +13,13 @@ import numpy as np
 from oracle import numpy_experts, numpy_llama
 
 E4M3 = ml_dtypes.float8_e4m3fn
-ROW_PARALLEL = ("o_proj", "down_proj")
+BLOCK = 128  # inputs that share a scale, but for those of o and down
+
+
+def by_blocks(x: np.ndarray, block: int) -> np.ndarray:
+    """What rows look like as codes, each block of inputs in its own units; the last may be less."""
+    parts = np.split(x, range(block, x.shape[-1], block), axis=-1)
+    return np.concatenate([rounded(part) for part in parts], axis=-1)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -26,31 +32,32 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def quantised(
-    num_blocks: int, coded: Collection[str] | None = None, input_scale: float | None = None
+    o: int = BLOCK,
+    down: int = BLOCK,
+    coded: Collection[str] | None = None,
+    input_scale: float | None = None,
 ):
-    """While it lasts, products have codes; inputs of o and down are scaled in so many blocks.
+    """While it lasts, products have codes; so many inputs of o and of an MLP's down share a scale.
 
     `coded` are the tensors of a checkpoint that are numbers of codes already, others are plain.
-    Inputs of an expert's down are scaled whole. With `input_scale` all inputs are in its units.
+    With `input_scale` all inputs are in its units.
     """
     plain_linear = numpy_llama.linear
+    blocks = {"o_proj": o, "down_proj": down}
 
     def linear(x: np.ndarray, tensors: numpy_llama.Tensors, name: str) -> np.ndarray:
         if coded is not None and f"{name}.weight" not in coded:
             return plain_linear(x, tensors, name)
-        weight, blocks = tensors[f"{name}.weight"], 1
+        weight = tensors[f"{name}.weight"]
         weight = rounded(weight) if coded is None else weight
-        if name.endswith(ROW_PARALLEL):
-            blocks = num_blocks
-        parts = np.split(x, blocks, axis=-1)
-        codes = [rounded(part) for part in parts]
+        codes = by_blocks(x, blocks.get(name.rpartition(".")[2], BLOCK))
         if input_scale is not None:
-            codes = [saturated(part, np.array(input_scale)) * input_scale for part in parts]
-        y = np.concatenate(codes, axis=-1).astype(np.float64) @ weight.T
+            codes = saturated(x, np.array(input_scale)).astype(np.float64) * input_scale
+        y = codes @ weight.T
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
     def multiply(matrix: np.ndarray, x: np.ndarray) -> np.ndarray:
-        return (rounded(matrix) if coded is None else matrix) @ rounded(x)
+        return (rounded(matrix) if coded is None else matrix) @ by_blocks(x, BLOCK)
 
     with (
         patch.object(numpy_llama, "linear", linear),
