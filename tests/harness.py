@@ -123,7 +123,8 @@ def forward(
         llama = model.merge(weights.local(mode, params, used))
         ropes = rope_tables(parallel.local_tokens(inputs.positions), source.config)
         context = Context(ropes, inputs.attention, attention, parallel)
-        hidden, pools = llama(inputs.token_ids, pools, context)
+        streams, pools = llama(inputs.token_ids, pools, context)
+        hidden = [llama.hidden_states(each, parallel) for each in streams]
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)
         last, pools = llama.take_rows(hidden[-1], rows, pools, context)
         logits = llama.logits(llama.normed(last))

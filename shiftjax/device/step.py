@@ -268,13 +268,14 @@ class StepDef:
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted, packed=self.packed)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
-        hidden, pools = model.run_layers(x, pools, context)
+        streams, pools = model.run_layers(x, pools, context)
+        hidden = model.hidden_states(streams[-1], parallel)
         own = ()
         if counted:
             own = (counts_of_step(counted, parallel, is_spread=is_spread(self.mesh)),)
         if not self.layout.model.is_last_stage:
-            return pools, parallel.to_next_stage(hidden[-1]), *own
-        return *self._sampled(model, inputs, ids, hidden[-1], pools, tables, context), *own
+            return pools, parallel.to_next_stage(hidden), *own
+        return *self._sampled(model, inputs, ids, hidden, pools, tables, context), *own
 
     def _sampled(
         self,

@@ -154,20 +154,20 @@ class Parallel:
         first = jnp.arange(shares) * apart + jax.lax.axis_index(TOKEN_AXES[1])
         return (first[:, None] * num_own + jnp.arange(num_own)[None]).reshape(-1)
 
-    def sum_experts(
+    def share_experts(
         self,
         partial: Float[Array, "tokens_experts hidden"],
         beside: Float[Array, "tokens_sp hidden"] | None = None,
     ) -> Float[Array, "tokens_sp hidden"]:
-        """Sum what devices add to the tokens of `bring_tokens`; each keeps its own.
+        """Return what devices add to the tokens of `bring_tokens`; each keeps its own.
 
-        One reduce-scatter over `share`, if tokens were brought, and an MLP's all-reduce over the
-        devices that split a weight. That takes along what those have `beside` it for their tokens,
-        partial products of a weight.
+        One reduce-scatter over `share`, if tokens were brought. An MLP's all-reduce is still to
+        follow, over the devices that split a weight (`reduce`). That takes along what those have
+        `beside` it for their tokens, partial products of a weight.
         """
         if self.shares > 1:
             partial = jax.lax.psum_scatter(partial, SHARE_AXIS, scatter_dimension=0, tiled=True)
-        return self.reduce(partial if beside is None else partial + beside)
+        return partial if beside is None else partial + beside
 
     def own_part(self, local: jax.Array) -> jax.Array:
         """Return the part of its tokens that this device has to itself.

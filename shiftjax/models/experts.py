@@ -18,6 +18,7 @@ from shiftjax.arch.config import Activation, Experts
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
+from shiftjax.models.stream import Addend
 
 LEAST_SUM = 1e-20  # that sigmoids of a token's experts are divided by
 
@@ -117,8 +118,8 @@ def expert_layer(
     x: Float[Array, "tokens_sp hidden"],
     layer: ExpertLayer,
     shared: Float[Array, "tokens_sp hidden"] | None = None,
-) -> tuple[Float[Array, "tokens_sp hidden"], Int32[Array, " own_experts"]]:
-    """Return what their experts make of this device's tokens, and the pairs of its own experts.
+) -> tuple[Addend, Int32[Array, " own_experts"]]:
+    """Return what their experts add to this device's tokens, and the pairs of its own experts.
 
     With what the `shared` one does, whose sum over the devices that split it is still to be made.
     All devices together have every pair once, and none of padding.
@@ -136,14 +137,21 @@ def expert_layer(
     use = parallel.layout, parallel.mode, parallel.as_experts
     room = room_to_exchange(*use, x.shape[0] * parallel.mode.sp)
     if not room:
-        return _gather(x, layer, shared)
+        partial, pairs = _gather(x, layer, shared)
+        return Addend(partial, is_partial=True), pairs
     sent = _send(x, layer, room)
+
+    def gathered() -> tuple[jax.Array, jax.Array]:
+        partial, pairs = _gather(x, layer, shared)
+        return parallel.reduce(partial), pairs
+
     # Every device takes the same branch, so there are collectives in both.
-    return jax.lax.cond(
+    out, pairs = jax.lax.cond(
         parallel.any_of_all(sent.overflows),
-        lambda: _gather(x, layer, shared),
+        gathered,
         lambda: _exchange(x, layer, sent, room, shared),
     )
+    return Addend(out), pairs
 
 
 def _gather(
@@ -163,7 +171,7 @@ def _gather(
         routed, is_own = deal(routed, is_own.shape, parallel.deals, parallel.deal_place)
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
     partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
-    return parallel.sum_experts(partial, shared), routed.sizes
+    return parallel.share_experts(partial, shared), routed.sizes
 
 
 def deal(

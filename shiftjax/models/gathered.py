@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 
 import jax
 from flax import nnx
-from jaxtyping import Array, Float
 
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.stream import Stream
 
 
 def whole_layers[Layer: nnx.Module](
-    layers: Sequence[Layer], hidden: Sequence[Float[Array, "tokens hidden"]], parallel: Parallel
+    layers: Sequence[Layer], streams: Sequence[Stream], parallel: Parallel
 ) -> Iterator[Layer]:
     """Yield layers with the weights that a step of this mode multiplies by.
 
-    `hidden` grows as they run: what the first is given, then the output of each.
+    `streams` grows as they run: what the first is given, then the output of each.
     """
     if not parallel.gathers:
         yield from layers
@@ -35,12 +35,12 @@ def whole_layers[Layer: nnx.Module](
     for index, _ in enumerate(layers):
         layer = ahead
         if index + 1 < len(layers):
-            ahead = _whole(_behind(hidden[-1], layers[index + 1]), parallel)
+            ahead = _whole(_behind(streams[-1], layers[index + 1]), parallel)
         assert layer is not None
         yield layer
 
 
-def _behind[Layer: nnx.Module](output: Float[Array, "tokens hidden"], layer: Layer) -> Layer:
+def _behind[Layer: nnx.Module](output: Stream, layer: Layer) -> Layer:
     """Return a layer whose shards are there when `output` is, and not before."""
     graphdef, shards = nnx.split(layer)
     _, shards = jax.lax.optimization_barrier((output, shards))

@@ -10,10 +10,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.models.layers import Context, looked_up, norm, scaled, unit_norm
+from shiftjax.models.layers import Context, looked_up, norm, unit_norm
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
 from shiftjax.models.products import gate_with
+from shiftjax.models.stream import Addend, scaled
 
 
 class LayerInputs(Part):
@@ -72,8 +73,8 @@ class ExpertsBesideMLP(MoE):
         x: Float[Array, "tokens hidden"],
         context: Context,
         residual: Float[Array, "tokens hidden"] | None = None,
-    ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output of both; `x` is what a norm has made of the residual."""
+    ) -> Addend:
+        """Return what both add to the stream; `x` is what a norm has made of the residual."""
         assert residual is not None
         config, scale = self.config, self.config.hidden_size**-0.5
 
@@ -82,5 +83,7 @@ class ExpertsBesideMLP(MoE):
             return norm(given, self.entry_norm[...], config), scaled(routed, scale)
 
         layer = self._layer(context)._replace(enter=enter, scales=self.expert_scale[...])
-        dense = norm(self.dense(x, context), self.dense_norm[...], config)
-        return dense + norm(self._experts(residual, layer, context), self.experts_norm[...], config)
+        reduce = context.parallel.reduce
+        dense = norm(self.dense(x, context).whole(reduce), self.dense_norm[...], config)
+        routed = self._experts(residual, layer, context).whole(reduce)
+        return Addend(dense + norm(routed, self.experts_norm[...], config))

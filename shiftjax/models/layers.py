@@ -13,6 +13,7 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.models.stream import Reduce, Stream
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
@@ -126,9 +127,15 @@ def norm(
     return rms_norm(x, norm_weight(weight, config), config.rms_norm_eps, **how)
 
 
-def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
-    """Multiply by a number that the type of `x` need not have, and round once."""
-    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
+def add_norm(
+    stream: Stream, weight: Float[Array, " hidden"] | None, config: ModelConfig, reduce: Reduce
+) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    """Return the new stream, with what is added, and what the next products read: its norm.
+
+    `reduce` sums over devices what is partial. Without a weight the stream is read as it is.
+    """
+    x = stream.whole(reduce, config.residual_scale)
+    return x, x if weight is None else norm(x, weight, config)
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:

@@ -34,18 +34,19 @@ from shiftjax.models.layers import (
     Context,
     LogitRows,
     Rope,
+    add_norm,
     apply_rope,
     looked_up,
     norm,
     norm_weight,
     rope_tables,
-    scaled,
     unit_norm,
     weighted,
 )
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
 from shiftjax.models.speculator import Speculator
+from shiftjax.models.stream import Addend, Stream, scaled
 
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
@@ -84,8 +85,8 @@ class Attention(Part):
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        """Return the (reduced) output and the pool with this step's keys and values written."""
+    ) -> tuple[Addend, LayerPool]:
+        """Return what the layer adds and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place, *_ = context
         q, k = self._heads(x, "q", context), self._heads(x, "k", context)
         v = k if self.kind.keys_are_values else self._heads(x, "v", context)
@@ -104,7 +105,7 @@ class Attention(Part):
         terms = self.terms(place)
         pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
         out = backend.attend(q, pool, metadata, terms)
-        return self._output(parallel.gather_heads(out), parallel, context), pool
+        return self._output(parallel.gather_heads(out), context), pool
 
     def _heads(
         self, x: Float[Array, "tokens hidden"], name: str, context: Context
@@ -161,12 +162,11 @@ class Attention(Part):
 
         return weigh(wide_q, scale[:, 0], self.q_norm), weigh(wide_k, scale[:, 1], self.k_norm)
 
-    def _output(
-        self, out: Float[Array, "tokens heads head_dim"], parallel: Parallel, context: Context
-    ) -> Float[Array, "tokens hidden"]:
-        """Project the heads of this device back, and sum over devices."""
-        out = parallel.reduce(self._in(out.reshape(out.shape[0], -1), "o", context.packed))
-        return out + self.o_bias[...][None] if self.config.output_bias else out
+    def _output(self, out: Float[Array, "tokens heads head_dim"], context: Context) -> Addend:
+        """Project the heads of this device back."""
+        partial = self._in(out.reshape(out.shape[0], -1), "o", context.packed)
+        bias = self.o_bias[...] if self.config.output_bias else None
+        return Addend(partial, bias, is_partial=True)
 
 
 class SharingAttention(Attention):
@@ -174,8 +174,8 @@ class SharingAttention(Attention):
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        """Return the (reduced) output and the pool as it is."""
+    ) -> tuple[Addend, LayerPool]:
+        """Return what the layer adds and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
         q = self._heads(x, "q", context)
         if self.config.qk_norm:
@@ -183,7 +183,7 @@ class SharingAttention(Attention):
         parallel = parallel.of_heads(self.heads)
         q = parallel.scatter_queries(self._rotated(q, context))
         out = backend.attend(q, pool, metadata, self.terms(place))
-        return self._output(parallel.gather_heads(out), parallel, context), pool
+        return self._output(parallel.gather_heads(out), context), pool
 
 
 class LateAttention(Attention):
@@ -191,13 +191,13 @@ class LateAttention(Attention):
 
     def __call__(
         self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        """Return the (reduced) output and the pool as it is."""
-        _, metadata, backend, parallel, _, place, *_ = context
+    ) -> tuple[Addend, LayerPool]:
+        """Return what the layer adds and the pool as it is."""
+        _, metadata, backend, _, _, place, *_ = context
         q = self._rotated(self._heads(x, "q", context), context)
         own = metadata.block_tables, metadata.work, self.terms(place)
         out = backend.attend_rows(q, pool, *own)
-        return self._output(out, parallel, context), pool
+        return self._output(out, context), pool
 
 
 class SwiftKV(Part):
@@ -261,33 +261,49 @@ class DecoderLayer(nnx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "tokens hidden"],
+        stream: Stream,
         pool: LayerPool,
         context: Context,
         given: Float[Array, "tokens width"] | None = None,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
-        """Return the output and the pool; `given` is the layer's own input, if it has one."""
-        config, normed = self.config, self._normed(x, "input_norm")
+    ) -> tuple[Stream, LayerPool]:
+        """Return the stream and the pool; `given` is the layer's own input, if it has one."""
+        config, reduce = self.config, context.parallel.reduce
+        x, normed = self._entered(stream, "input_norm", context)
         out, pool = self.attention(normed, pool, context)
-        x = x + scaled(self._normed(out, "attention_out_norm"), config.residual_scale)
-        if not config.parallel_block:
-            normed = self._normed(x, "mlp_norm")
+        stream = Stream(x, self._normed(out, "attention_out_norm", context))
+        if config.parallel_block:
+            x = stream.whole(reduce, config.residual_scale)
+        else:
+            x, normed = self._entered(stream, "mlp_norm", context)
         beside = (x,) if isinstance(self.mlp, ExpertsBesideMLP) else ()
-        out = self._normed(self.mlp(normed, context, *beside), "mlp_out_norm")
-        x = x + scaled(out, config.residual_scale)
+        out = self.mlp(normed, context, *beside)
+        stream = Stream(x, self._normed(out, "mlp_out_norm", context))
+        if given is None and not config.layer_scalars:
+            return stream, pool
+        x = stream.whole(reduce, config.residual_scale)
         if given is not None:
             x = x + self.own_input(x, given)
-        return x * self.scalar[...][None] if config.layer_scalars else x, pool
+        return Stream(x * self.scalar[...][None] if config.layer_scalars else x), pool
 
-    def _normed(self, x: Float[Array, "tokens hidden"], name: str) -> Float[Array, "tokens hidden"]:
-        """Apply one of the layer's norms; as it is where it has none of this name."""
+    def _entered(
+        self, stream: Stream, name: str, context: Context
+    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+        """Return the new stream, and what a part reads of it; all of it without a norm `name`."""
         param = getattr(self, name, None)
-        return x if param is None else norm(x, param[...], self.config)
+        weight = None if param is None else param[...]
+        return add_norm(stream, weight, self.config, context.parallel.reduce)
+
+    def _normed(self, out: Addend, name: str, context: Context) -> Addend:
+        """Apply a norm that follows a part; as it is where the layer has none of this name."""
+        param = getattr(self, name, None)
+        if param is None:
+            return out
+        return Addend(norm(out.whole(context.parallel.reduce), param[...], self.config))
 
 
 RunLayer = Callable[
-    [DecoderLayer, Float[Array, "tokens hidden"], LayerPool, PoolPlace | None, jax.Array | None],
-    tuple[Float[Array, "tokens hidden"], LayerPool],
+    [DecoderLayer, Stream, LayerPool, PoolPlace | None, jax.Array | None],
+    tuple[Stream, LayerPool],
 ]
 
 
@@ -302,29 +318,29 @@ def _traced_once(context: Context) -> RunLayer:
     def call(
         graphdef: nnx.GraphDef[DecoderLayer],
         params: Any,  # nnx.State, whose hints beartype warns of
-        x: Float[Array, "tokens hidden"],
+        stream: Stream,
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
         of_step: tuple[tuple[Rope, ...], AttentionMetadata],
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool, list[Array] | None]:
+    ) -> tuple[Stream, LayerPool, list[Array] | None]:
         ropes, metadata = of_step
         counted = None if context.counted is None else []
         own = context._replace(ropes=ropes, metadata=metadata, place=place, counted=counted)
-        return *nnx.merge(graphdef, params)(x, pool, own, given), counted
+        return *nnx.merge(graphdef, params)(stream, pool, own, given), counted
 
     def run(
         layer: DecoderLayer,
-        x: Float[Array, "tokens hidden"],
+        stream: Stream,
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
-    ) -> tuple[Float[Array, "tokens hidden"], LayerPool]:
+    ) -> tuple[Stream, LayerPool]:
         of_step = context.ropes, context.metadata
-        x, pool, counted = call(*nnx.split(layer), x, pool, place, given, of_step)
+        stream, pool, counted = call(*nnx.split(layer), stream, pool, place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())
-        return x, pool
+        return stream, pool
 
     return run
 
@@ -369,33 +385,36 @@ class Llama(nnx.Module):
 
     def __call__(
         self, token_ids: Int[Array, " all_tokens"], pools: ModelPools, context: Context
-    ) -> tuple[list[Float[Array, "tokens hidden"]], ModelPools]:
-        """Return the hidden states after the embedding and each early layer, and the pools.
+    ) -> tuple[list[Stream], ModelPools]:
+        """Return the stream after the embedding and each early layer, and the pools.
 
-        `token_ids` are those of the step, hidden states of this device's tokens
+        `token_ids` are those of the step, the streams of this device's tokens
         (`Parallel.local_tokens`); early layers have written to the pools, each of which holds some
-        layers. Unused hidden states cost
-        nothing in a compiled step; parity tests read them.
+        layers. `hidden_states` makes numbers of a stream, as parity tests do of each.
         """
         embedded = self.embed_tokens(token_ids, context.parallel)
         return self.run_layers(embedded, pools, context._replace(token_ids=token_ids))
 
     def run_layers(
         self, embedded: Float[Array, "tokens hidden"], pools: ModelPools, context: Context
-    ) -> tuple[list[Float[Array, "tokens hidden"]], ModelPools]:
+    ) -> tuple[list[Stream], ModelPools]:
         """Run the layers on hidden states: those of the embedding, or of the previous stage."""
-        hidden, pools, run = [embedded], list(pools), _traced_once(context)
+        streams, pools, run = [Stream(embedded)], list(pools), _traced_once(context)
         given = [None] * self.config.num_layers
         if self.config.layer_input_width:
             given = self.layer_inputs(embedded, context)
         early = self.layers[: self.config.num_early_layers]
         places = pool_places(self.config.caches, len(pools))
-        layers = whole_layers(early, hidden, context.parallel)
+        layers = whole_layers(early, streams, context.parallel)
         for index, layer in enumerate(layers):
             nth, place = places[self.config.cached_by[index]]
-            out, pools[nth] = run(layer, hidden[-1], pools[nth], place, given[index])
-            hidden.append(out)
-        return hidden, pools
+            out, pools[nth] = run(layer, streams[-1], pools[nth], place, given[index])
+            streams.append(out)
+        return streams, pools
+
+    def hidden_states(self, stream: Stream, parallel: Parallel) -> Float[Array, "tokens hidden"]:
+        """Return what a layer gives, or the embedding: the stream with all that is added to it."""
+        return stream.whole(parallel.reduce, self.config.residual_scale)
 
     def take_rows(
         self,
@@ -424,10 +443,10 @@ class Llama(nnx.Module):
         of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift, counted=None)
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
-            run = _traced_once(of_rows)
+            run, stream = _traced_once(of_rows), Stream(x)
             for layer, (nth, place) in late:
-                x, _ = run(layer, x, pools[nth], place, None)
-            return x
+                stream, _ = run(layer, stream, pools[nth], place, None)
+            return self.hidden_states(stream, in_shift)
 
         # Every device takes the same branch, so there may be collectives in it.
         has_rows = rows.late.num_rows > 0

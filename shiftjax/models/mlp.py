@@ -10,6 +10,7 @@ from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
 from shiftjax.models.products import gate_with
+from shiftjax.models.stream import Addend
 
 
 class MLP(Part):
@@ -22,11 +23,11 @@ class MLP(Part):
     up_bias: nnx.Param
     down_bias: nnx.Param
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context
-    ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output."""
-        return self._plus_bias(context.parallel.reduce(self.partial(x, context)), "down")
+    def __call__(self, x: Float[Array, "tokens hidden"], context: Context) -> Addend:
+        """Return what is added to the stream."""
+        bias = getattr(self, "down_bias", None)
+        bias = None if bias is None else bias[...]
+        return Addend(self.partial(x, context), bias, is_partial=True)
 
     def partial(
         self, x: Float[Array, "tokens hidden"], context: Context
@@ -81,10 +82,8 @@ class MoE(Part):
             if name in params:
                 setattr(self, name, part(config, params[name]))
 
-    def __call__(
-        self, x: Float[Array, "tokens hidden"], context: Context
-    ) -> Float[Array, "tokens hidden"]:
-        """Return the (reduced) output."""
+    def __call__(self, x: Float[Array, "tokens hidden"], context: Context) -> Addend:
+        """Return what is added to the stream."""
         return self._experts(x, self._layer(context), context, self._shared(x, context))
 
     def _experts(
@@ -93,7 +92,7 @@ class MoE(Part):
         layer: ExpertLayer,
         context: Context,
         shared: Float[Array, "tokens hidden"] | None = None,
-    ) -> Float[Array, "tokens hidden"]:
+    ) -> Addend:
         """Return what experts make of tokens; who counts pairs is given them."""
         out, pairs = expert_layer(x, layer, shared)
         if context.counted is not None:

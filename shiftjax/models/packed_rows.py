@@ -41,8 +41,9 @@ def decode_rows(
         packed_attention(seen, config),
         Parallel(layout, layout.shift),
     )
-    hidden, _ = model(token_ids.reshape(-1), _no_pools(model, rows * width), context)
-    return model.normed(hidden[-1]).reshape(rows, width, -1)
+    streams, _ = model(token_ids.reshape(-1), _no_pools(model, rows * width), context)
+    hidden = model.hidden_states(streams[-1], context.parallel)
+    return model.normed(hidden).reshape(rows, width, -1)
 
 
 def scores_of_last(

@@ -103,7 +103,8 @@ def compiled(sp: int, tp: int, mode: Mode, k: int = 4, experts_sp: int = 1):
         layer = MoE(CONFIGS[k], {"router": nnx.Param(router)} | parts)
         metadata = nothing._replace(query_start_loc=num_tokens[None])
         ropes = (Rope(x, x),)
-        return layer(x, Context(ropes, metadata, xla_attention(16, (None,), 4), parallel))
+        context = Context(ropes, metadata, xla_attention(16, (None,), 4), parallel)
+        return layer(x, context).whole(parallel.reduce)
 
     tokens, experts = P(TOKEN_AXES), P(EXPERT_AXES)
     mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode, parallel.experts)

@@ -82,7 +82,7 @@ ROWS = (
     ),
     Mutant(
         "the MLP reads what attention has added", "configs", LLAMA,
-        "if not config.parallel_block:", "if True:",
+        "if config.parallel_block:", "if False:",
         (TEST_GGUF,), "Command R is another model",
     ),
     Mutant(
@@ -92,9 +92,8 @@ ROWS = (
         (TEST_PARITY,), "Ministral 3 is another model",
     ),
     Mutant(
-        "residuals are added whole", "configs", LLAMA,
-        'x = x + scaled(self._normed(out, "attention_out_norm"), config.residual_scale)',
-        'x = x + self._normed(out, "attention_out_norm")',
+        "residuals are added whole", "configs", "shiftjax/models/layers.py",
+        "stream.whole(reduce, config.residual_scale)", "stream.whole(reduce)",
         (TEST_GGUF,), "Granite is another model",
     ),
     Mutant(

@@ -1,0 +1,51 @@
+"""The residual stream between the parts of layers, and what they add to it.
+
+A part gives what this device adds, before the sum over devices. The sum and the addition belong to
+the norm that reads the stream next (`layers.add_norm`), so that one launch can do all three: the
+pair of a stream and what is still to be added goes from layer to layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# Sums what the devices that split a weight have: `Parallel.reduce`.
+Reduce = Callable[[jax.Array], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Addend:
+    """What a part of a layer adds to the stream, in the type of the stream."""
+
+    values: Float[Array, "tokens hidden"]
+    bias: Float[Array, " hidden"] | None = None  # of the sum; None: none
+    is_partial: bool = field(default=False, metadata={"static": True})  # to be summed over devices
+
+    def whole(self, reduce: Reduce) -> Float[Array, "tokens hidden"]:
+        """Return the sum over devices, with its bias."""
+        values = reduce(self.values) if self.is_partial else self.values
+        return values if self.bias is None else values + self.bias[None]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream `x`, and what is still to be added to it; None: nothing."""
+
+    x: Float[Array, "tokens hidden"]
+    addend: Addend | None = None
+
+    def whole(self, reduce: Reduce, scale: float = 1.0) -> Float[Array, "tokens hidden"]:
+        """Return the stream with all of it; `scale` times what is added, rounded once."""
+        if self.addend is None:
+            return self.x
+        return self.x + scaled(self.addend.whole(reduce), scale)
+
+
+def scaled(x: Float[Array, "..."], scale: float) -> Float[Array, "..."]:
+    """Multiply by a number that the type of `x` need not have, and round once."""
+    return x if scale == 1 else (x.astype(jnp.float32) * scale).astype(x.dtype)
