@@ -236,6 +236,20 @@ NATIVE: dict[str, tuple[dict, Packer]] = {
         with_inputs(partial(fp8, scales="scalar")),
     ),
 }
+SQUARES: dict[str, tuple[dict, Packer]] = {
+    "fp8-squares": (
+        _FP8 | {"weight_block_size": [128, 128]},
+        partial(fp8_blocks, block=(128, 128)),
+    ),
+    "compressed-tensors-squares": (
+        _compressed(
+            "float-quantized",
+            _floats("block", block_structure=[128, 128]),
+            _floats("group", dynamic=True, group_size=128),
+        ),
+        partial(fp8_blocks, block=(128, 128), name="weight_scale"),
+    ),
+}
 BLOCKS: dict[str, tuple[dict, Packer]] = {
     "fp8-blocks": (_FP8 | {"weight_block_size": [32, 32]}, partial(fp8_blocks, block=(32, 32))),
     "compressed-tensors-block": (
@@ -281,7 +295,7 @@ PLAIN: dict[str, tuple[dict, Packer]] = {
     "awq": (_AWQ | {"group_size": 16}, awq),
     "awq-channel": (_AWQ | {"group_size": -1}, partial(awq, group=None)),
 }
-FORMATS = NATIVE | BLOCKS | PLAIN
+FORMATS = NATIVE | SQUARES | BLOCKS | PLAIN
 
 
 def write(
