@@ -7,6 +7,7 @@ from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
 from rows_experts import ROWS as EXPERTS
 from rows_four_bits import ROWS as FOUR_BITS
+from rows_fp8 import ROWS as FP8
 from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
 from rows_reproduce import ROWS as REPRODUCE
@@ -18,6 +19,6 @@ from rows_stored import ROWS as STORED
 from rows_time import ROWS as TIME
 
 MUTANTS = (
-    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *HEADS, *PLANS),
-    *(*REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
+    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
+    *(*PLANS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
 )

@@ -1,0 +1,62 @@
+"""Mutants of codes of eight bits: which numbers share a scale, and how they are multiplied."""
+
+from mutant import Mutant
+
+PRODUCTS = "shiftjax/models/products.py"
+BLOCKS = "shiftjax/parallel/blocks.py"
+
+FORMAT = "tests/device/test_fp8_format.py"
+OF_PRODUCTS = f"{FORMAT}::test_products_are_those_of_the_definition"
+OF_ACTIVATIONS = f"{FORMAT}::test_codes_of_activations_are_the_same_bits_in_every_mode"
+OF_SQUARES = f"{FORMAT}::test_squares_of_a_checkpoint_are_kept_exactly"
+OF_WEIGHTS = f"{FORMAT}::test_codes_and_scales_are_the_same_bits_in_every_mode"
+TEST_BLOCKS = "tests/parallel/test_blocks.py"
+
+ROWS = (
+    Mutant(
+        "activations have the scale of the next block", "fp8", PRODUCTS,
+        "scale = jnp.repeat(codes.scale.T, block, axis=1)",
+        "scale = jnp.repeat(jnp.roll(codes.scale.T, -1, axis=1), block, axis=1)",
+        (OF_PRODUCTS,), "texts are plausible and wrong",
+    ),
+    Mutant(
+        "weights have the scale of the next block", "fp8", "shiftjax/parallel/square_blocks.py",
+        "np.where(inputs < 0, -1, inputs // BLOCK)",
+        "np.where(inputs < 0, -1, (inputs // BLOCK + 1) % (inputs.max() // BLOCK + 1))",
+        (OF_SQUARES,), "o and down of a checkpoint in squares are wrong",
+    ),
+    Mutant(
+        "the last block of a ragged row has the scale of the one before", "fp8", PRODUCTS,
+        "scale = jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]",
+        "scale = jnp.repeat(scale, BLOCK, axis=1)[:, -BLOCK - inputs : -BLOCK]",
+        (OF_PRODUCTS,), "hidden sizes that are no multiple of a block are wrong",
+    ),
+    Mutant(
+        "the last block of a ragged row is left out", "fp8", PRODUCTS,
+        "num_blocks = -(-width // block)", "num_blocks = max(1, width // block)",
+        (OF_PRODUCTS,), "hidden sizes that are no multiple of a block fail",
+    ),
+    Mutant(
+        "codes are rounded twice", "fp8", PRODUCTS,
+        "return (wide / scale[..., None]).astype(CODE), scale",
+        "return (wide / scale[..., None]).astype(jnp.bfloat16).astype(CODE), scale",
+        (OF_ACTIVATIONS,), "numbers at the border of two codes get the other",
+    ),
+    Mutant(
+        "what a fixed scale cannot say becomes NaN", "fp8", PRODUCTS,
+        "jnp.clip(x.astype(jnp.float32) / fixed[0], -LARGEST_CODE, LARGEST_CODE)",
+        "x.astype(jnp.float32) / fixed[0]",
+        (OF_ACTIVATIONS,), "an activation beyond the calibrated ones ends the text",
+    ),
+    Mutant(
+        "blocks of o go on in heads of other keys", "fp8", BLOCKS,
+        "or (num_sharing > 1 and num_sharing % heads)", "or False",
+        (TEST_BLOCKS,), "codes depend on the devices where heads are padded",
+    ),
+    Mutant(
+        "squares are those of the rows before padding", "fp8", PRODUCTS,
+        "jnp.repeat(matrix.scale, outputs // matrix.scale.shape[1], axis=1)",
+        "jnp.tile(matrix.scale, (1, outputs // matrix.scale.shape[1]))",
+        (OF_PRODUCTS,), "outputs have the scales of others",
+    ),
+)  # fmt: skip
