@@ -46,8 +46,10 @@ def layer_launches(few: Sequence[Launch], many: Sequence[Launch]) -> list[Launch
     """
     start = _equal(few, many)
     end = len(few) - min(_equal(few[::-1], many[::-1]), len(few) - start)
-    if start < end:  # something is done once, at another place: names and numbers are left
-        return sorted((Counter(many) - Counter(few)).elements(), key=many.index)
+    if start < end:  # the order differs: names and numbers are left
+        more = Counter(many) - Counter(few)
+        layers = 1 if any(count % 2 for count in more.values()) else 2
+        return sorted((one for one in more for _ in range(more[one] // layers)), key=many.index)
     found = _from_its_begin(list(many[start : start + len(many) - len(few)]))
     half = len(found) // 2
     return found[:half] if found[:half] == found[half:] else found

@@ -13,9 +13,10 @@ from shiftjax.costs.collectives import Collective, parts_collectives
 from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
 from shiftjax.costs.kernel_costs import KernelCosts
+from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
+from shiftjax.costs.layer_launches import Widths, moved_bytes
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead
-from shiftjax.costs.quantising import quantising
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -100,13 +101,12 @@ class LayerCosts:
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
-        codes = quantising(self.engine.quantising_kernels, layout, mode, num_tokens, formats)
-        kernels = num_products + 1 + self.engine.kernels_per_layer + codes.num_kernels
+        kernels = num_products + 1 + self.engine.num_layer_launches(formats.dense)
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         beside = self._elementwise_seconds(mode, num_tokens, parts, part)
         cost = StepCost(
             matmul=count * products,
-            elementwise=count * (beside + self.kernels.moved(codes.num_bytes)),
+            elementwise=count * beside,
             collectives=count * self.move(moves),
             launch=count * kernels * self.machine.kernel_seconds * self.kernels.queueing,
         )
@@ -145,20 +145,21 @@ class LayerCosts:
     def _elementwise_seconds(
         self, mode: Mode, num_tokens: int, parts: LayerParts, part: ExpertPart | None
     ) -> float:
-        """Two norms with their residuals, rotary and cache write, activation; read and written."""
+        """What norms, rotary and cache write, activation and codes read and write."""
         layout, config = self.layout.shapes[parts.heads], self.model
-        t, local = layout.ways(mode), num_tokens // mode.sp
+        t, local, formats = layout.ways(mode), num_tokens // mode.sp, self.kernels.formats
         queries = layout.heads_per_device * layout.model.head_dim
         cached = layout.cache.numbers if parts.num_kv else 0
-        numbers = local * 8 * config.hidden_size
+        inner = _width(layout, parts) // t if part is None else 0
+        widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
+        names = self.engine.launches_of(formats.dense) or PLAIN_LAUNCHES
+        num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)
+        numbers = 2 * num_tokens * (queries + cached)
         if part is not None:
             numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t
-        else:
-            numbers += local * 3 * _width(layout, parts) // t
-        numbers += 2 * num_tokens * (queries + cached)
         if mode.sp > 1:  # packed before and unpacked after both exchanges
             numbers += 4 * num_tokens * (2 * queries + cached)
-        return self.kernels.moved(numbers * self.kernels.formats.activation_bytes)
+        return self.kernels.moved(num_bytes + numbers * formats.activation_bytes)
 
     def move(self, moves: list[Collective]) -> float:
         """Return the summed seconds of collectives that run one after the other."""

@@ -136,7 +136,6 @@ class EngineOverhead:
     host_seconds_distributed: float
     host_seconds_per_sequence: float
     overlaps: bool
-    kernels_per_layer: int  # norms, rotary ...: all but products and collectives
     kernels_per_exchange: int  # packing and unpacking around an all-to-all
     kernels_per_step: int
     graph_tokens: int
@@ -163,8 +162,17 @@ class EngineOverhead:
     expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     expert_kernels: int = 0  # of a layer of experts, beside router, products and activation
-    # More of a layer of codes, by 1, 2, 4 ... blocks of a device; (): other kernels quantise.
-    quantising_kernels: tuple[int, ...] = ()
+    kernels_per_layer: int = 0  # norms, rotary ...: all but products and collectives; or as names,
+    # by the format of the layer's matrices: rows of `costs/layer_launches.py`.
+    layer_launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def launches_of(self, fmt: str) -> tuple[str, ...]:
+        """Names of a layer's launches with matrices of a format; () where the file has no list."""
+        return self.layer_launches.get(fmt, self.layer_launches.get(ANY, ()))
+
+    def num_layer_launches(self, fmt: str) -> int:
+        """Kernels of a layer beside products, attention and collectives."""
+        return self.kernels_per_layer or len(self.launches_of(fmt))
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Return the host's seconds per step for so many sequences and devices."""

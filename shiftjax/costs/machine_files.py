@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from shiftjax.costs.layer_launches import LAUNCHES
 from shiftjax.costs.machine import ANY, EngineOverhead, Machine, Transfer
 from shiftjax.options import ConfigError, shown, unknown_name
 
@@ -132,6 +133,8 @@ def load_engine(name: str) -> EngineOverhead:
     found = _read(name, "engines", "engine")
     if "like" in found:
         found = _read(found.pop("like"), "engines", "engine") | found
+    if not found.keys() & {"kernels_per_layer", "layer_launches"}:
+        raise ConfigError([f"{name}: kernels_per_layer is missing, or layer_launches"])
     return _build(EngineOverhead, found, name)
 
 
@@ -201,7 +204,8 @@ def _constant(node: Mapping[str, Any], where: str, si: str) -> Any:
     if not unit.endswith(si) or ("/" in unit) != ("/" in si):
         raise ConfigError([f"{where}: is in {si}, which {unit} does not measure"])
     numbers = value if isinstance(value, list) else [value]
-    if not all(_is_number(n) for n in numbers):
+    of_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
+    if not of_names and not all(_is_number(n) for n in numbers):
         raise ConfigError([f"{where}: {shown(value)} is no number of at least 0"])
     return value if isinstance(value, list) or unit == "1" else value * UNITS[unit]
 
@@ -223,8 +227,14 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
             wrong.append(f"{where}: {name} {problem}")
     if wrong:
         raise ConfigError(sorted(wrong))
-    as_tuples = {n: tuple(v) if isinstance(v, list) else v for n, v in values.items()}
-    return kind(**as_tuples)
+    return kind(**{name: _as_tuples(value) for name, value in values.items()})
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists as tuples, those of a mapping, too."""
+    if isinstance(value, dict):
+        return {key: _as_tuples(each) for key, each in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _problem(name: str, hint: Any, value: Any, default: Any) -> str | None:
@@ -243,10 +253,11 @@ def _rule(name: str, hint: Any, default: Any) -> tuple[str, Callable[[Any], bool
     if get_origin(hint) is Literal:
         return f"one of {', '.join(get_args(hint))}", lambda value: value in get_args(hint)
     if get_origin(hint) is Mapping:
-        names = ", ".join(FORMATS)
-        return f"a rate above 0 for {AUTO}, and for others of {names}", functools.partial(
-            _are_rates, needed=AUTO, known=FORMATS
-        )
+        test, what = (_are_rates, "a rate above 0")
+        if hint == Mapping[str, tuple[str, ...]]:
+            test, what = (_are_launches, f"launches ({'; '.join(LAUNCHES)})")
+        words = f"{what} for {AUTO}, and for others of {', '.join(FORMATS)}"
+        return words, functools.partial(test, needed=AUTO, known=FORMATS)
     if hint in (bool, str):
         return {bool: "true or false", str: "text"}[hint], lambda value: isinstance(value, hint)
     if hint is float:
@@ -271,6 +282,14 @@ def _are_rates(value: Any, needed: str, known: Collection[str]) -> bool:
     if not isinstance(value, dict) or needed not in value:
         return False
     return all(name in known and _is_number(rate, above=0) for name, rate in value.items())
+
+
+def _are_launches(value: Any, needed: str, known: Collection[str]) -> bool:
+    if not isinstance(value, dict) or needed not in value or not value.keys() <= set(known):
+        return False
+    return all(
+        isinstance(names, list) and set(names) <= LAUNCHES.keys() for names in value.values()
+    )
 
 
 def renewed(

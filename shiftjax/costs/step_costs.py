@@ -21,7 +21,7 @@ attention (`kernel_costs.py`), per device and layer with h/P query heads, m cach
     chunk   4 h D FLOP per (query, key) pair; a chunk of c tokens after s has c s + c (c + 1) / 2,
             and half a tile's more of each token, as tiles on the diagonal are half masked; queries
             are read and sums written. Layers with a window see no further back (`Work.within`)
-codes: kernels that quantise, and what they read and write (`quantising.py`)
+other launches of a layer: how many, and what they read and write (`layer_launches.py`)
 collectives (`collectives.py`, over several hosts `levels.py`)
     latency + bytes / rate of the quickest algorithm; the bytes per device are 2 n d for TP
     whatever TP is, and O(n d / SP) for Ulysses: communication per computation grows as TP for TP

@@ -63,6 +63,29 @@ def test_an_engine_that_is_like_another_has_its_constants():
     assert replace(old, name=new.name, **changed) == new
 
 
+def test_an_engine_lists_launches_by_name_or_says_how_many(tmp_path):
+    ours, path = load_engine("shiftjax"), tmp_path / "engine.yaml"
+    assert ours.num_layer_launches("bfloat16") == len(ours.launches_of("bfloat16")) > 0
+    assert ours.launches_of("int4") == ours.launches_of("bfloat16") != ours.launches_of("fp8")
+    listed = {"value": ["add", "norm"], "unit": "1", "source": "counted"}
+
+    def said(**constants):
+        path.write_text(yaml.safe_dump({"like": "shiftjax", "name": "own"} | constants))
+        return load_engine(str(path))
+
+    assert said(layer_launches={"bfloat16": listed}).launches_of("fp8") == ("add", "norm")
+    number = {"value": 6, "unit": "1", "source": "counted"}
+    assert said(kernels_per_layer=number).num_layer_launches("fp8") == 6
+    for wrong in ({"bfloat16": listed | {"value": ["ad"]}}, {"fp8": listed}, {"fp9": listed}):
+        with pytest.raises(ConfigError, match=r"layer_launches must be launches \(add; norm;"):
+            said(layer_launches=wrong)
+    constants = yaml.safe_load((MACHINES.parent / "engines" / "vllm.yaml").read_text())
+    del constants["kernels_per_layer"]
+    path.write_text(yaml.safe_dump(constants))
+    with pytest.raises(ConfigError, match="kernels_per_layer is missing, or layer_launches"):
+        load_engine(str(path))
+
+
 def test_every_constant_has_a_unit_that_fits_its_name():
     ends = {
         "_bytes": {"GB", "GiB", "B"},

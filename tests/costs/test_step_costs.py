@@ -34,7 +34,6 @@ NO_OVERHEAD = EngineOverhead(
     host_seconds_distributed=0.0,
     host_seconds_per_sequence=0.0,
     overlaps=False,
-    kernels_per_layer=0,
     kernels_per_exchange=0,
     kernels_per_step=0,
     graph_tokens=1 << 20,
@@ -213,24 +212,30 @@ def test_layers_attend_as_far_back_as_their_kind():
     assert model.breakdown(ONE, Work(1, 0, 1, 0, 0, 0)).attention == 0.0
 
 
-def test_codes_are_quantised_by_kernels_where_the_engine_has_them():
+def test_launches_are_those_that_the_engine_lists_for_the_format():
+    """Their number, and what each reads and writes of a token; bytes by hand."""
     machine = replace(PLAIN, matmul_flops={"bfloat16": 1e30, "fp8": 1e30}, kernel_seconds=1.0)
-    engine = replace(NO_OVERHEAD, quantising_kernels=(3, 5, 7))
-    work = Work(8, 0, 8, 0, 0, 0)
+    lists = {"bfloat16": ("add, norm",), "fp8": ("norm, codes", "codes of heads", "activation")}
+    engine, one = replace(NO_OVERHEAD, layer_launches=lists), NO_OVERHEAD
+    work, layers, hidden, inner = Work(8, 0, 8, 0, 0, 0), 2, 64, 128  # heads are as wide as hidden
 
-    def extra(mode, name):
-        plain, with_it = (
-            CostModel(Layout(TINY, 4, 1), machine, each, Formats(name)).breakdown(mode, work)
-            for each in (NO_OVERHEAD, engine)
-        )
-        return with_it.launch - plain.launch, with_it.elementwise - plain.elementwise
+    def parts(mode, name, engine):
+        model = CostModel(Layout(TINY, 4, 1), machine, engine, Formats(name)).breakdown(mode, work)
+        return model.launch, model.elementwise
 
-    layers, hidden, inner = 2, 64, 128  # heads are as wide as hidden
-    for mode, kernels, local, ways in ((Mode(4, 1), 3, 8, 4), (Mode(4, 4), 7, 2, 1)):
-        more = 4 * 16 * hidden if ways == 1 else 0  # float32 sums of 4 blocks, of 2 products
-        num_bytes = local * (5 * hidden // ways + 3 * inner // ways + more)
-        assert extra(mode, "fp8") == pytest.approx((layers * kernels, layers * num_bytes / 1000))
-        assert extra(mode, "bfloat16") == (0.0, 0.0)
+    for mode, local, ways in ((Mode(4, 1), 8, 4), (Mode(4, 4), 2, 1)):
+        for name, count, num_bytes in (
+            ("bfloat16", 1, 4 * 2 * hidden),
+            ("fp8", 3, 3 * hidden + 3 * hidden // ways + 3 * 2 * inner // ways),
+            ("int4", 1, 4 * 2 * hidden),  # whose activations are as in bfloat16
+        ):
+            plain = local * 2 * (8 * hidden + 3 * inner // ways)  # without a list
+            pairs = zip(parts(mode, name, engine), parts(mode, name, one), strict=True)
+            launch, beside = (a - b for a, b in pairs)
+            assert launch == pytest.approx(layers * count), (mode, name)
+            assert beside == pytest.approx(layers * (local * num_bytes - plain) / 1000), name
+    some = replace(engine, kernels_per_layer=5)  # which says the number alone
+    assert some.num_layer_launches("fp8") == 5 and engine.num_layer_launches("fp8") == 3
 
 
 def test_devices_that_share_a_processor_take_turns():

@@ -34,10 +34,7 @@ from shiftjax.sim.replay_metrics import arrangements, makespan, queue_by_priorit
 from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sim.trace import TraceRequest, on_off_times, poisson, requests_at
 
-CODES = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
-# A fleet's codes are cut for its widest groups, so a narrow one adds the sums of more blocks than a
-# static one has. Here nothing is counted for that: what is left must be the same.
-TARGET = replace(CODES, engine=replace(CODES.engine, quantising_kernels=()))
+TARGET = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
 SMALL = {"max_num_seqs": 32, "max_num_batched_tokens": 2048}
 OPTIONS = FleetOptions(release_at=2.0)
 BURSTS = requests_at(on_off_times(1.0, 20.0, 6.0, 2.0, 12.0), 1024, 60)

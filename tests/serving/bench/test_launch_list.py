@@ -100,7 +100,11 @@ def test_what_a_fusion_lost_is_a_launch_more():
     assert layer_launches(few, many) == [*LAYER[:3], MORE, *LAYER[3:]]
 
 
-def test_what_is_done_once_is_of_no_layer():
-    """At another place in each program: of the layers the names and numbers are left."""
-    few, many = [ADD, MORE, QKV, LAST, ADD, QKV], [ADD, QKV, ADD, QKV, MORE, ADD, QKV, LAST]
-    assert sorted(layer_launches(few, many)) == sorted([ADD, QKV])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_where_the_order_differs_names_and_numbers_are_left(layers):
+    """Something is done once, at another place in each program."""
+    few, many = ([ADD, MORE, QKV, LAST, ADD, QKV], [ADD, QKV, MORE, LAST, ADD, QKV])
+    many = [*many, ADD, QKV, *[ADD, QKV, QKV] * (layers - 1)]
+    expected = {1: [ADD, QKV], 2: [ADD, ADD, QKV, QKV, QKV]}[layers]
+    assert layer_launches(few, many) == expected
+    assert layer_launches(few, [*many[:6], *[ADD, QKV] * 2]) == [ADD, QKV]

@@ -1,0 +1,62 @@
+"""Launches of a layer by name, in steps of Llama-70B compiled for 8 H200s that are not here.
+
+What costs price is what is launched: a fusion that is lost, or won, fails here by name.
+"""
+
+import aot
+import pytest
+
+aot.require()
+
+from steps import Case, Compiler, modes_of  # noqa: E402
+
+from serving.bench.launch_list import Launch, layer_launches, named_launches  # noqa: E402
+from shiftjax.costs.machine_files import load_engine  # noqa: E402
+
+pytestmark = pytest.mark.thorough
+
+FEW, MANY = 2, 4  # layers; XLA's choices have a period of two
+ATTENDING = ("decode_attention", "prefill_attention")
+CHUNKS = 1  # more where prompts are in the step: what joins their parts
+CASES = [
+    Case(sp, tp, mode, size)
+    for size in ("bf16", "fp8")
+    for sp, tp in ((1, 8), (8, 1))
+    for mode in modes_of(sp)
+]
+
+
+def name_of(case: Case) -> str:
+    return f"{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiler:
+    return Compiler()
+
+
+def of_a_layer(case: Case, compiled: Compiler) -> list[Launch]:
+    depths = (case._replace(num_layers=layers) for layers in (FEW, MANY))
+    return layer_launches(*(named_launches(compiled(each).text) for each in depths))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_layer_launches_what_costs_count(case, compiled):
+    """Beside products, attention and what devices exchange."""
+    engine, found = load_engine("shiftjax"), of_a_layer(case, compiled)
+    kinds = [one for one in found if one.kind in ("other", "kernel") and one.name not in ATTENDING]
+    counted = engine.num_layer_launches(case.formats.dense)
+    if case.mode.sp > 1:
+        counted += 2 * engine.kernels_per_exchange + CHUNKS
+    assert abs(len(kinds) - counted) <= 1, [one.name for one in found]
+
+
+@pytest.mark.parametrize("size", ["bf16", "fp8"])
+def test_base_launches_no_more_than_shift_but_its_exchanges(size, compiled):
+    """Codes do not depend on what a device has of a row: no loop over parts of it."""
+    base, shift = (of_a_layer(Case(8, 1, mode, size), compiled) for mode in modes_of(8))
+    products = [[one for one in each if one.kind == "product"] for each in (base, shift)]
+    assert len(products[0]) <= len(products[1]) + 1  # gate and up may be two
+    exchanges = 2 * (1 + load_engine("shiftjax").kernels_per_exchange)
+    tiles = 3  # of chunks: attention, what joins its parts, and a copy of queries
+    assert len(base) <= len(shift) + exchanges + tiles
