@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pallas_kernels.window import Chunk, Window
@@ -282,7 +283,7 @@ class ModelConfig:
         shared = {kind: layer for layer, kind in enumerate(kinds[:first])}  # the last of each
         return (*range(first), *(shared[kind] for kind in kinds[first:]))
 
-    @property
+    @cached_property
     def parts(self) -> tuple[LayerParts, ...]:
         """What each of its layers is made of."""
         first = self.num_layers - self.num_shared_kv_layers

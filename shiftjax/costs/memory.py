@@ -1,6 +1,7 @@
 """What a device holds: the weights to the byte, a step's temporaries, and the KV cache. No JAX."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
@@ -83,6 +84,7 @@ def temporary_bytes(
     return max(base, max(shift, gathered) * formats.activation_bytes) + logits
 
 
+@lru_cache(64)
 def weight_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of the stored weights on a device; a tied head is the memory of the embedding."""
     held = (weight for weight in stored_weights(layout, formats) if weight.tied_to is None)

@@ -271,6 +271,15 @@ class Layout:
         Each is a range of what its rank stores in BASE. All are equally long, so some hold a head
         that none of their devices cache.
         """
+        if mode not in self._kv_heads_by_mode:  # every weight of KV heads asks
+            self._kv_heads_by_mode[mode] = self._find_kv_heads(mode)
+        return self._kv_heads_by_mode[mode]
+
+    @cached_property
+    def _kv_heads_by_mode(self) -> dict[Mode, list[list[int]]]:
+        return {}
+
+    def _find_kv_heads(self, mode: Mode) -> list[list[int]]:
         shards, ranks = [], range(0, self.num_devices, mode.sp)
         needed = [{h for j in range(r, r + mode.sp) for h in self.kv_heads_of(j)} for r in ranks]
         width = max(map(len, needed)) if mode != self.base else len(self.base_kv_heads[0])

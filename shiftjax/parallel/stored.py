@@ -22,6 +22,7 @@ four bits: `four_bits.py`.
 """
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -93,6 +94,7 @@ def _in_whole_blocks(weight: Weight) -> Weight:
     return weight._replace(axes=(str(axis), *weight.axes[1:]))
 
 
+@lru_cache(64)  # every row of a plan asks several times
 def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """Every weight of the layout's model as devices store it, in the order of the model's.
 

@@ -58,6 +58,7 @@ def test_every_machine_plans_and_says_where_its_constants_are_from(capsys, machi
     assert best[2].endswith(f" has {max(rates):,.0f}") and best[2].startswith("without --fleet ")
 
 
+@pytest.mark.thorough
 def test_a_recommendation_without_sp_speaks_of_no_shift(capsys):
     assert main(["plan", "--model", "qwen3-30b-a3b", "--goal", "throughput"]) == 0
     _, _, after = capsys.readouterr().out.partition("recommended: ")
