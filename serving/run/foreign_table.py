@@ -46,7 +46,7 @@ VALUES = {
     # A checkpoint says how it is quantised.
     "--quantization": {
         **dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin", "moe_wna16"), "auto"),
-        **dict.fromkeys(("compressed-tensors", "modelopt"), "auto"),
+        **dict.fromkeys(("compressed-tensors", "modelopt", "fbgemm_fp8"), "auto"),
     },
     "--runner": {"pooling": "--task embed", "generate": "--task generate", "auto": "--task auto"},
     "--convert": {"embed": "--task embed", "none": "--task auto", "auto": "--task auto"},

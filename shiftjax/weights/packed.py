@@ -22,6 +22,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 E2M1 = np.concatenate([E2M1, -E2M1])  # the highest of the 4 bits is the sign
 _E8M0, _MX_BLOCK = np.dtype(ml_dtypes.float8_e8m0fnu), 32
 _SCALE, _ZERO, _INPUT = "weight_scale", "weight_zero_point", "input_scale"
+_BOUND = "input_scale_ub"  # of FBGEMM, which is not applied
 _ORDERS = "g_idx", "weight_g_idx"
 
 Shape = tuple[int, ...]
@@ -296,7 +297,9 @@ def _mxfp4(packed: Packed, experts: slice, inputs: slice, outputs: slice) -> np.
 
 
 LAYOUTS: Mapping[Kind, Layout] = {
-    "fp8": Layout("weight", _SCALE, (_INPUT,), "float8_e4m3fn", _same_shape, _of_channels, _fp8),
+    "fp8": Layout(
+        "weight", _SCALE, (_INPUT, _BOUND), "float8_e4m3fn", _same_shape, _of_channels, _fp8
+    ),
     "fp8_blocks": Layout(
         "weight", _SCALE, (), "float8_e4m3fn", _same_shape, _of_blocks, _fp8_blocks
     ),

@@ -59,6 +59,7 @@ class Method:
     name: str
     schemes: tuple[tuple[str, Scheme], ...]
     ignored: tuple[str, ...] = ()
+    words: str = ""  # a warning: what it says that is not done
 
     def scheme_of(self, module: str) -> Scheme | None:
         """The scheme of a module (a tensor's name without `.weight`); None: it stays plain."""
@@ -172,9 +173,14 @@ def _packed_as(weight: Weight, scheme: Scheme | None) -> Codes | None:
 
 
 def widened_words(method: Method | None, config: ModelConfig) -> Iterator[str]:
-    """Yield a line if matrices of four bits are widened when they are read, whatever is asked."""
+    """Yield a line for what a method says and is not done.
+
+    And one if matrices of four bits are widened when they are read, whatever is asked.
+    """
     if method is None:
         return
+    if method.words:
+        yield f"{config.name}: {method.words}"
     matrices = [each for each in weights_of(config) if can_be_codes(each)]
     schemes = {each: scheme_of(method, config, each) for each in matrices}
     widened = [
@@ -331,6 +337,17 @@ def _fp8(fields: Fields) -> Method:
     return Method("fp8", ((_ALL, scheme),), ignored + _HEAD)
 
 
+def _fbgemm(fields: Fields) -> Method:
+    """FBGEMM's e4m3 with a scale a channel, as transformers writes it (Llama 3.1 and 4)."""
+    bound = fields.data.get("activation_scale_ub")
+    words = (
+        f"activation_scale_ub = {bound} is not applied: each block of inputs has a scale of its own"
+    )
+    ignored = _names(fields, "modules_to_not_convert")
+    scheme = Scheme("fp8", is_computed_with=True)
+    return Method("fbgemm_fp8", ((_ALL, scheme),), ignored + _HEAD, words if bound else "")
+
+
 def _modelopt(fields: Fields) -> Method:
     """NVIDIA's ModelOpt, in `hf_quant_config.json` or in what it became in `config.json`."""
     inner = _part(fields, "quantization") if fields.has("quantization") else fields
@@ -380,6 +397,7 @@ METHODS: Mapping[str, Callable[[Fields], Method]] = MappingProxyType(
     {
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
+        "fbgemm_fp8": _fbgemm,
         "modelopt": _modelopt,
         "awq": _awq,
         "gptq": _gptq,

@@ -204,6 +204,16 @@ def with_inputs(pack: Packer, scale: float = 0.01) -> Packer:
     return packer
 
 
+def with_bound(pack: Packer) -> Packer:
+    """With FBGEMM's bound of the scales of inputs beside it."""
+
+    def packer(weight: np.ndarray) -> tuple[Tensors, np.ndarray]:
+        tensors, numbers = pack(weight)
+        return tensors | {"input_scale_ub": np.full(1, 1200, np.float32)}, numbers
+
+    return packer
+
+
 _TOKEN = _floats("token", dynamic=True)
 _GPTQ = {"quant_method": "gptq", "sym": False, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"}
@@ -223,6 +233,14 @@ NATIVE: dict[str, tuple[dict, Packer]] = {
         partial(fp8, scales="scalar", name="weight_scale_inv"),
     ),
     "fp8-channel": (_FP8, partial(fp8, scales="flat")),
+    "fbgemm": (
+        {
+            "quant_method": "fbgemm_fp8",
+            "activation_scale_ub": 1200.0,
+            "modules_to_not_convert": ["lm_head"],
+        },
+        with_bound(partial(fp8, scales="channel")),
+    ),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
         with_inputs(partial(fp8, scales="scalar")),

@@ -97,6 +97,25 @@ def test_codes_are_the_bytes_of_the_file(format):
         assert np.array_equal(source.read(name + OF_SCALE, part[:1]), scale[5:9])
 
 
+def test_a_bound_of_the_scales_of_inputs_is_told_of(tmp_path, caplog):
+    files.write(tmp_path, "fbgemm", **TINY)
+    HuggingFaceSource(tmp_path)
+    assert any("activation_scale_ub = 1200.0 is not applied" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("format", files.SQUARES)
+def test_scales_of_squares_are_those_of_the_file(format):
+    """Of matrices that are smaller than a block, by as many outputs as all sizes allow."""
+    source, stored, _ = written(format)
+    assert source.config.codes == Codes(rows_of_scale=8) and source.config.has_codes
+    codes, scales = source.read(f"{UP}.weight{OF_CODES}"), source.read(f"{UP}.weight{OF_SCALE}")
+    assert codes.tobytes() == stored[f"{UP}.weight"].tobytes()
+    suffix = "weight_scale_inv" if format.startswith("fp8") else "weight_scale"
+    assert np.array_equal(scales, stored[f"{UP}.{suffix}"].repeat(12, axis=0))
+    few = slice(3, 7), slice(0, 1)
+    assert np.array_equal(source.read(f"{UP}.weight{OF_SCALE}", few), scales[few])
+
+
 WIDENED = ("weight-only-fp8", "w8a8", "int8-groups", "w8a16", "gptq-2", "gptq-8")
 ORDERED = ("gptq-ordered", "w4a16-ordered")
 FOUR_BITS = [each for each in files.PLAIN if each not in (*WIDENED, *ORDERED)]
