@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.four_bits import Groups, in_order, wrong_groups
+from pallas_kernels.gates import SILU, Gate
 from pallas_kernels.grouped_combine import add_down, combine_gated
 from pallas_kernels.grouped_problem import (
     OVERHEAD_BYTES,
-    SHARED_MEMORY_LIMIT,
     GroupedConfig,
     Inputs,
     make_problem,
@@ -46,14 +46,13 @@ from pallas_kernels.grouped_split import (
     tile_rows,
 )
 from pallas_kernels.grouped_work import (
-    SILU,
     ExpertWeights,
-    Gate,
     Routed,
     divide_rows,
     place_pairs,
 )
 from pallas_kernels.mosaic import FP8
+from pallas_kernels.product_ring import SHARED_MEMORY_LIMIT
 
 
 def config_for(mean_pairs: float, weights: ExpertWeights, cores: int = 132) -> GroupedConfig:

@@ -1,10 +1,8 @@
 """How operands of a grouped product come into shared memory: a ring that is kept full."""
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -19,29 +17,23 @@ from pallas_kernels.grouped_problem import (
     read_item,
 )
 from pallas_kernels.grouped_split import PART
-from pallas_kernels.grouped_work import Tiles
-
-# Copies step `k` of an item's part into a slot of a ring, and arrives at its barrier.
-type Copier = Callable[[Item, Any, Any, Any], None]
+from pallas_kernels.product_ring import Copier, Ring, fill_ring
 
 
 def fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
-    """Keep the ring full: a warp for each part of the weights, one for the rows.
-
-    Single warps, as every thread that asks for a copy also arrives at its barrier.
-    """
+    """Keep the ring full: a warp for each part of the weights, one for the rows."""
     second = 0 if problem.gated else PART
     jobs = [
         _weights_copier(problem, inputs, shared, 0, 0),
         _weights_copier(problem, inputs, shared, 1, second),
         _rows_copier(problem, inputs.x, shared.x),
     ]
-
-    def by_warp(warp: jax.Array) -> None:
-        for i, job in enumerate(jobs):
-            pl.when(warp == i)(functools.partial(_stream, problem, inputs.tiles, shared, job))
-
-    plgpu.warp_map(by_warp)
+    fill_ring(
+        Ring(shared.full, shared.free, problem.stages, problem.steps),
+        functools.partial(count_items, problem, inputs.tiles),
+        functools.partial(read_item, problem, inputs.tiles),
+        jobs,
+    )
 
 
 def _weights_copier(
@@ -94,23 +86,3 @@ def _numbers_at(problem: Problem, nth: Any, in_a_byte: int = 1) -> Any:
     """Return where a step of the contraction is."""
     step = problem.step // in_a_byte
     return pl.ds(nth * step, step)
-
-
-def _stream(problem: Problem, tiles: Tiles, shared: Shared, job: Copier) -> None:
-    """Copy one operand of all items, each step as soon as there is room for it."""
-    stages = jnp.int32(problem.stages)
-
-    def copy_item(nth: jax.Array, count: jax.Array) -> jax.Array:
-        item = read_item(problem, tiles, nth)
-
-        def copy_step(k: jax.Array, count: jax.Array) -> jax.Array:
-            slot = lax.rem(count, stages)
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(shared.free.at[slot]))
-            job(item, k, slot, shared.full.at[slot])
-            return count + 1
-
-        return lax.fori_loop(0, problem.steps, copy_step, count)
-
-    count = lax.fori_loop(0, count_items(problem, tiles), copy_item, jnp.int32(0))
-    for slot in range(problem.stages):  # until the last users have let go of them
-        pl.when(slot < count)(functools.partial(plgpu.barrier_wait, shared.free.at[slot]))

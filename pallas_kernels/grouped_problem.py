@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.four_bits import UNIT, Coded, Groups, coded_of
+from pallas_kernels.gates import Gate
 from pallas_kernels.grouped_split import (
     CHANNELS,
     FOUR_BITS,
@@ -20,12 +21,11 @@ from pallas_kernels.grouped_split import (
     joined_items,
     steps_of_part,
 )
-from pallas_kernels.grouped_work import Gate, Tiles
+from pallas_kernels.grouped_work import Tiles
 from pallas_kernels.mosaic import swizzled
+from pallas_kernels.product_ring import MAX_STAGES, SHARED_MEMORY_LIMIT, share_of_items
 
-SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 2048  # barriers, and what aligning the buffers costs
-MAX_STAGES = 8
 
 
 # The sums of every part of the contraction, with room for whole blocks of channels: of gate and of
@@ -174,9 +174,8 @@ def shared_memory(problem: Problem, inputs: Inputs) -> Shared:
 
 def count_items(problem: Problem, tiles: Tiles) -> jax.Array:
     """Return how many items this thread block has."""
-    blocks = jnp.int32(problem.num_blocks)
     items = tiles.num_tiles * problem.columns * problem.parts
-    return lax.div(items - lax.axis_index("block") + blocks - 1, blocks)
+    return share_of_items(items, problem.num_blocks)
 
 
 def read_item(problem: Problem, tiles: Tiles, nth: jax.Array) -> Item:

@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.four_bits import UNIT, Stage, load_channels, widened
+from pallas_kernels.gates import activate
 from pallas_kernels.grouped_fetch import fetch
 from pallas_kernels.grouped_problem import (
     Inputs,
@@ -39,10 +40,8 @@ from pallas_kernels.grouped_problem import (
     shared_memory,
 )
 from pallas_kernels.grouped_split import CHANNELS, PART, PARTS, WARPGROUPS
-from pallas_kernels.grouped_work import Gate
-from pallas_kernels.mosaic import LOG2_E, WGMMA, Accumulator, store
-
-COMPUTE_REGISTERS, MEMORY_REGISTERS = 232, 40  # of a thread: 504 for the three warpgroups
+from pallas_kernels.mosaic import WGMMA, Accumulator, store
+from pallas_kernels.product_ring import run_warpgroups
 
 # Multiplies the stage in a slot of the ring, and adds to the sums of both operands.
 type Multiplier = Callable[[jax.Array, tuple[Any, ...]], None]
@@ -79,17 +78,8 @@ def _out_type(problem: Problem, inputs: Inputs) -> jax.ShapeDtypeStruct:
 def _product_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
     *arrays, out, shared = refs
     inputs = jax.tree.unflatten(tree, arrays)
-    warpgroup = lax.axis_index("warpgroup")
-
-    @pl.when(warpgroup < WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
-        _compute(problem, inputs, out, shared, warpgroup)
-
-    @pl.when(warpgroup == WARPGROUPS)
-    def _() -> None:
-        plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
-        fetch(problem, inputs, shared)
+    compute = functools.partial(_compute, problem, inputs, out, shared)
+    run_warpgroups(compute, lambda: fetch(problem, inputs, shared), WARPGROUPS)
 
 
 def _compute(problem: Problem, inputs: Inputs, out: Any, shared: Shared, me: jax.Array) -> None:
@@ -211,7 +201,7 @@ def finish(
     first, second = _channels_of(problem, me, item)
     first_values, second_values = _all_scaled(problem, inputs, me, item, sums)
     if problem.gate is not None:
-        _put(problem, out, stage, item, first, _activate(problem.gate, first_values, second_values))
+        _put(problem, out, stage, item, first, activate(problem.gate, first_values, second_values))
     else:
         _put(problem, out, stage, item, first, first_values)
         _put(problem, out, stage, item, second, second_values)
@@ -232,14 +222,6 @@ def _all_scaled(
         _scaled(problem, inputs, item, place, operand, values)
         for operand, (place, values) in enumerate(pairs)
     )
-
-
-def _activate(gate: Gate, g: jax.Array, u: jax.Array) -> jax.Array:
-    """Return the gated activation of gate and up, with the slope and limits of `Gate`."""
-    if gate.limit is not None:
-        g = jnp.minimum(g, gate.limit)
-        u = jnp.minimum(jnp.maximum(u, -gate.limit), gate.limit) + 1.0
-    return g / (1.0 + jnp.exp2(g * (-LOG2_E * gate.slope))) * u
 
 
 def _scaled(

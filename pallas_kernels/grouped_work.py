@@ -55,19 +55,6 @@ class ExpertWeights(NamedTuple):
         return self.gate.dtype == jnp.uint8
 
 
-class Gate(NamedTuple):
-    """What `down` multiplies: g * sigmoid(slope * g) * u, of g = gate x and u = up x.
-
-    With a limit g is at most that, u is between it and its negative, and 1 is added to u then.
-    """
-
-    slope: float = 1.0
-    limit: float | None = None
-
-
-SILU = Gate()
-
-
 class Tiles(NamedTuple):
     """The tiles of a step, in the order of experts; what is behind the last has no rows."""
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed
+from pallas_kernels.gates import GELU_TANH, SILU, Gate
+from pallas_kernels.grouped_work import ExpertWeights, Routed
 from shiftjax.arch.config import Activation, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -26,9 +27,9 @@ from shiftjax.parallel.grid import Device
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
-# The activations that the kernels have.
 GATES: Mapping[Activation, Gate] = {
     "silu": SILU,
+    "gelu_tanh": GELU_TANH,
     "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
 }
 
@@ -131,8 +132,6 @@ def why_not_traced(shape: ExpertShape) -> str | None:
     """Trace a small step; return what the kernels cannot do, in their own words."""
     from pallas_kernels.grouped import grouped_mlp
 
-    if shape.activation not in GATES:
-        return f"the kernels have the activations {', '.join(GATES)}, not {shape.activation}"
     pairs = TRACED_TOKENS, shape.per_token
     routed = Routed(
         jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),

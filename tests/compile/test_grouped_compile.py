@@ -11,9 +11,10 @@ from hlo import entry, launches
 aot.require()
 pytestmark = pytest.mark.thorough
 
+from pallas_kernels.gates import SILU, Gate  # noqa: E402
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp  # noqa: E402
-from pallas_kernels.grouped_problem import MAX_STAGES  # noqa: E402
-from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed, most_tiles  # noqa: E402
+from pallas_kernels.grouped_work import ExpertWeights, Routed, most_tiles  # noqa: E402
+from pallas_kernels.product_ring import MAX_STAGES  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
 SM_REGISTERS = 65536

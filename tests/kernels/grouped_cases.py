@@ -8,7 +8,8 @@ import numpy as np
 from attention_cases import INTERPRETER, interpreted
 
 from pallas_kernels import grouped
-from pallas_kernels.grouped_work import SILU, ExpertWeights, Gate, Routed
+from pallas_kernels.gates import SILU, Gate
+from pallas_kernels.grouped_work import ExpertWeights, Routed
 
 FP8 = jnp.float8_e4m3fn
 E2M1, INT4 = "e2m1", "int4"  # codes of four bits, in groups

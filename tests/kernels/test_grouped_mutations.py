@@ -18,7 +18,15 @@ from mutations import load
 from spent import mutants
 
 PARTS = ("_fetch", "_product", "_combine", "")  # imports come before
-FIRST = ("grouped_work", "grouped_rows", "grouped_split", "four_bits", "grouped_problem")
+FIRST = (
+    "product_ring",
+    "gates",
+    "grouped_work",
+    "grouped_rows",
+    "grouped_split",
+    "four_bits",
+    "grouped_problem",
+)
 MODULES = (*FIRST, *(f"grouped{part}" for part in PARTS))
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
 PLAIN = Case(CHOSEN, hidden=128, width=128)
@@ -46,7 +54,7 @@ FAULTS = {
         "grouped_product", "            plgpu.barrier_wait(shared.full.at[slot])\n", "", PLAIN
     ),
     "a stage is overwritten while it is read": (
-        "grouped_fetch", "pl.when(count >= stages)", "pl.when(count > stages)", PLAIN
+        "product_ring", "pl.when(count >= stages)", "pl.when(count > stages)", PLAIN
     ),
     "what is written is not committed": (
         "grouped_product", "= flipped\n    plgpu.commit_smem()\n", "= flipped\n", PLAIN
@@ -60,7 +68,7 @@ FAULTS = {
     ),
     "up's bias is gate's": ("grouped_product", "inputs.biases[part]", "inputs.biases[0]", LIMITED),
     "up has no limit below": (
-        "grouped_product", "jnp.maximum(u, -gate.limit)", "u", LIMITED
+        "gates", "jnp.maximum(u, -gate.limit)", "u", LIMITED
     ),
     "the row of the pair, not of the token": (
         "grouped", "placed.pair // k, gains", "jnp.minimum(placed.pair, 20), gains", PLAIN

@@ -1,0 +1,175 @@
+"""What becomes of the sums of a block product: scaled, activated, written as numbers or codes."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
+from pallas_kernels.gates import activate
+from pallas_kernels.grouped_rows import LARGEST_CODE, LEAST_SCALED
+from pallas_kernels.grouped_split import CHANNELS, PART
+from pallas_kernels.mosaic import FP8, WGMMA, store
+
+type Sums = tuple[jax.Array, ...]  # of each part, float32, of `Problem.shape`
+
+
+class Worker(NamedTuple):
+    """What a warpgroup that computes works with."""
+
+    problem: Problem
+    inputs: Inputs
+    out: tuple[Any, ...]  # numbers or sums; or codes and their scales
+    shared: Shared
+    me: jax.Array  # which of the two it is
+
+    @property
+    def channels_axis(self) -> int:
+        """Which axis of its sums are channels."""
+        return 0 if self.problem.few else 1
+
+    def rows_of(self, item: Item) -> Any:
+        """Return the rows of the item, or its half of them."""
+        first = item.tile * self.problem.rows
+        if self.problem.few:
+            return pl.ds(first, self.problem.rows)
+        return pl.ds(first + self.me * CHANNELS, CHANNELS)
+
+    def channels_from(self, first: Any) -> Any:
+        """Return the channels from `first` on, or its half of them."""
+        return (
+            pl.ds(first + self.me * CHANNELS, CHANNELS) if self.problem.few else pl.ds(first, PART)
+        )
+
+
+def finish(worker: Worker, item: Item, sums: Sums) -> None:
+    """Scale the sums of an item, activate and write them."""
+    problem = worker.problem
+    for i, first in enumerate(problem.firsts[:-1]):
+        write = functools.partial(_finish_matrix, worker, i, item, sums)
+        if len(problem.outs) == 1:
+            write()
+        else:
+            pl.when((item.column >= first) & (item.column < problem.firsts[i + 1]))(write)
+
+
+def _finish_matrix(worker: Worker, i: int, item: Item, sums: Sums) -> None:
+    """Finish those of matrix `i`, or of gate and up."""
+    problem, matrices = worker.problem, worker.inputs.matrices
+    first = (item.column - problem.firsts[i]) * PART
+    values = [_scaled(worker, matrices[i + n], item, first, one) for n, one in enumerate(sums)]
+    gate = problem.result.gate
+    result = values[0] if gate is None else activate(gate, *values)
+    if problem.is_turned:
+        channels = worker.channels_from(item.column * PART)
+        store(worker.out[0].at[item.split, channels, worker.rows_of(item)], result)
+    elif problem.result.quantised:
+        _put_codes(worker, item, result)
+    else:
+        _put_numbers(worker, i, item, result)
+
+
+# ---------------------------------------------------------------- scales
+
+
+def _scaled(
+    worker: Worker, matrix: BlockMatrix, item: Item, first: jax.Array, values: jax.Array
+) -> jax.Array:
+    """Return values times scales of their channels, plus a bias, times the gain of their rows."""
+    axis = worker.channels_axis
+
+    def spread(numbers: Any, own: int) -> jax.Array:
+        read = plgpu.load(numbers, layout=WGMMA.reduce(1 - own), optimized=False)
+        return lax.broadcast_in_dim(read.astype(jnp.float32), values.shape, [own])
+
+    def of_channels(numbers: Any) -> jax.Array:
+        here = worker.channels_from(first)
+        return spread(
+            numbers.at[here] if item.expert is None else numbers.at[item.expert, here], axis
+        )
+
+    if matrix.scale is not None:
+        values = values * of_channels(matrix.scale)
+    if matrix.bias is not None:  # of all parts of the contraction, once
+        is_first = (item.split == 0).astype(jnp.float32)
+        values = values + of_channels(matrix.bias) * is_first
+    if worker.inputs.gain is not None:
+        here = pl.ds(0, worker.problem.rows)
+        if not worker.problem.few:
+            here = pl.ds(worker.me * CHANNELS, CHANNELS)
+        values = values * spread(worker.inputs.gain.at[item.tile, here], 1 - axis)
+    return values
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def _put_numbers(worker: Worker, i: int, item: Item, values: jax.Array) -> None:
+    """Write values to their rows, and to the channels of matrix `i`."""
+    problem, out = worker.problem, worker.out[0]
+    first = (item.column - problem.firsts[i]) * PART
+    place, rows = sum(problem.outs[:i]) + first, worker.rows_of(item)
+    stage = worker.shared.out.at[worker.me]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was there before
+    _fill(worker, stage, values.astype(problem.result.dtype))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(stage, out.at[rows, worker.channels_from(place)])
+
+
+def _fill(worker: Worker, stage: Any, values: jax.Array) -> None:
+    """Store values to shared memory, rows first."""
+    if worker.problem.few:
+        stage.transpose((1, 0))[...] = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+    elif jnp.dtype(values.dtype).itemsize == 2:
+        stage[...] = values
+    else:
+        store(stage, values)
+
+
+def _put_codes(worker: Worker, item: Item, values: jax.Array) -> None:
+    """Write codes of every row's 128 channels, in units of a part of their largest."""
+    shared, (codes_out, scales_out) = worker.shared, worker.out
+    axis = worker.channels_axis
+    scale = jnp.maximum(_largest(worker, values), LEAST_SCALED) * (1 / LARGEST_CODE)
+    codes = (values / lax.broadcast_in_dim(scale, values.shape, [1 - axis])).astype(FP8)
+    stage, rows = shared.out.at[worker.me], worker.rows_of(item)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if worker.problem.few:  # numbers of 16 bits can be turned, and float16 holds every code
+        turned = plgpu.layout_cast(codes.astype(jnp.float16), plgpu.Layout.WGMMA_TRANSPOSED)
+        store(stage.transpose((1, 0)), turned.astype(FP8))
+        own = pl.ds(0, worker.problem.rows)
+    else:
+        store(stage, codes)
+        own = pl.ds(worker.me * CHANNELS, CHANNELS)
+    has_scales = True if not worker.problem.few else worker.me == 0
+
+    @pl.when(has_scales)
+    def _() -> None:
+        store(shared.scale.at[own], scale)
+
+    plgpu.commit_smem()
+    channels = worker.channels_from(item.column * PART)
+    plgpu.copy_smem_to_gmem(stage, codes_out.at[rows, channels])
+
+    @pl.when(has_scales)
+    def _() -> None:
+        plgpu.copy_smem_to_gmem(shared.scale.at[own], scales_out.at[item.column, rows])
+
+
+def _largest(worker: Worker, values: jax.Array) -> jax.Array:
+    """Return the largest size of every row's channels; of few rows each warpgroup has half."""
+    own = jnp.max(jnp.abs(values), axis=worker.channels_axis)
+    if not worker.problem.few:
+        return own
+    most, both = worker.shared.most, worker.shared.both
+    plgpu.barrier_arrive(both)  # the other has read what the item before had
+    plgpu.barrier_wait(both)
+    store(most.at[worker.me], own)
+    plgpu.barrier_arrive(both)
+    plgpu.barrier_wait(both)
+    other = plgpu.load(most.at[1 - worker.me], layout=WGMMA.reduce(0), optimized=False)
+    return jnp.maximum(own, other)

@@ -1,0 +1,123 @@
+"""Products of codes with scales of blocks, compiled for Hopper GPUs: what the compiler made."""
+
+from typing import Any, NamedTuple
+
+import aot
+import jax
+import jax.numpy as jnp
+import pytest
+
+aot.require()
+pytestmark = pytest.mark.thorough
+
+from pallas_kernels.block_problem import (  # noqa: E402
+    BlockCodes,
+    BlockConfig,
+    BlockMatrix,
+    Result,
+    block_config,
+)
+from pallas_kernels.block_product import block_product  # noqa: E402
+from pallas_kernels.gates import GELU_TANH, SILU, Gate  # noqa: E402
+
+FP8 = jnp.float8_e4m3fn
+REGISTERS = 168  # of a thread at the launch: three warpgroups have all of a multiprocessor's
+WGMMA = r"wgmma\.mma_async\.sync"
+INSTRUCTION = 32  # inputs
+
+
+class Case(NamedTuple):
+    """A product."""
+
+    outs: tuple[int, ...]
+    inputs: int
+    block: int = 0  # of a row-parallel matrix
+    result: Result = Result()
+    of_channels: bool = True
+
+
+HIDDEN, WIDTH = 8192, 28672
+CODES = Result(gate=SILU, quantised=True)
+# On one of 8 devices, and whole.
+LLAMA_70B = {
+    "q, k, v, TP 8": Case((1024, 128, 128), HIDDEN),
+    "o, TP 8": Case((HIDDEN,), 1024, 128),
+    "gate and up, TP 8": Case((3584, 3584), HIDDEN, result=Result(gate=SILU)),
+    "gate and up, TP 8, codes": Case((3584, 3584), HIDDEN, result=CODES),
+    "down, TP 8": Case((HIDDEN,), 3584, 128),
+    "q, k, v": Case((HIDDEN, 1024, 1024), HIDDEN),
+    "o": Case((HIDDEN,), HIDDEN, 128),
+    "gate and up": Case((WIDTH, WIDTH), HIDDEN, result=Result(gate=SILU)),
+    "gate and up, codes": Case((WIDTH, WIDTH), HIDDEN, result=CODES),
+    "down": Case((HIDDEN,), WIDTH, 128),
+}
+OTHERS = {
+    "scales of blocks": Case((1024, 128, 128), HIDDEN, of_channels=False),
+    "scales of blocks, row-parallel": Case((HIDDEN,), 3584, 128, of_channels=False),
+    "scales of blocks, codes": Case((3584, 3584), HIDDEN, result=CODES, of_channels=False),
+    "ragged inputs, half a block of channels": Case((576,), 576),
+    "blocks of 64": Case((576,), 576, 64),
+    "blocks of 96": Case((3072,), 3072, 96),
+    "float32": Case((576,), 576, result=Result(jnp.float32)),
+    "limited, codes": Case((512, 512), 512, result=CODES._replace(gate=Gate(1.702, 7.0))),
+    "gelu": Case((512, 512), 512, result=Result(gate=GELU_TANH)),
+    "codes of one matrix": Case((1024,), 1024, result=Result(quantised=True)),
+}
+
+
+def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def arguments(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, ...]]:
+    """The arrays of a product, as shapes."""
+    steps = -(-case.inputs // (case.block or 128))
+    matrices = []
+    for out in case.outs:
+        sizes = (steps, out, case.block) if case.block else (out, case.inputs)
+        blocks = (steps, -(-out // 128)) if case.block else (-(-out // 128), steps)
+        scale = None if not case.of_channels else shape((out,), jnp.float32)
+        scales = shape(blocks, jnp.float32) if scale is None else None
+        matrices.append(BlockMatrix(shape(sizes, FP8), scale, scales))
+    x = BlockCodes(shape((tokens, case.inputs), FP8), shape((steps, tokens), jnp.float32))
+    return x, tuple(matrices)
+
+
+def check(case: Case, chip: str, tokens: int, config: BlockConfig | None = None) -> None:
+    """Compile a product; no register spills, and nothing is made beside what comes out."""
+    x, matrices = arguments(case, tokens)
+    config = config or block_config(x, matrices, case.result)
+    mesh = aot.make_mesh(chip, (1,), ("x",))
+    program = aot.compile_for(
+        mesh,
+        lambda x, matrices: block_product(x, matrices, case.result, config),
+        *aot.on_device(mesh, (x, matrices)),
+    )
+    (kernel,) = program.kernels
+    parts = 1 if case.result.gate is None else 2
+    assert kernel.registers <= REGISTERS
+    assert kernel.count(WGMMA) % (parts * (case.block or 128) // INSTRUCTION) == 0  # unrolled
+    assert max(program.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
+    most = 0  # but for scales that end with a block, and what is turned
+    if any(out % 128 for out in case.outs):
+        most = 4 * (sum(case.outs) + 1024) * (tokens if case.result.dtype == jnp.float32 else 1)
+    assert program.executable.memory_analysis().temp_size_in_bytes <= most
+
+
+# Each kernel for one chip alone: of what a process compiles again nothing is said.
+@pytest.mark.parametrize(
+    ("chip", "tokens"), [("h100", 8), ("h200", 64), ("h100", 1024), ("h200", 8192)]
+)
+def test_products_of_llama_70b_fit_the_chip(chip, tokens, capsys):
+    for case in LLAMA_70B.values():
+        with capsys.disabled():  # Mosaic prints what it takes
+            check(case, chip, tokens)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_sizes_and_results_fit_the_chip(name, capsys):
+    case = OTHERS[name]
+    with capsys.disabled():
+        check(case, "h200", 16)
+        if case.of_channels or case.result.gate is None:
+            check(case, "h100", 4096, BlockConfig())

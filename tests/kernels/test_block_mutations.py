@@ -1,0 +1,111 @@
+"""The checks of block products can fail: every fault below, put into the kernel, is found."""
+
+import jax.numpy as jnp
+import pytest
+from block_cases import Case, make, run, worst
+from mutations import load
+from spent import mutants
+
+from pallas_kernels.gates import SILU
+
+MODULES = ("product_ring", "gates", "block_problem", "block_fetch", "block_finish", "block_product")
+PLAIN = Case(20, 384, (192,), has_bias=True)
+RAGGED = Case(8, 320, (256, 128, 64), of_channels=False)
+ROW = Case(8, 384, (192,), block=64, of_channels=False)
+CUT = Case(12, 512, (128,), 16, 2, has_bias=True)
+CODES = Case(20, 256, (256, 256), gate=SILU, quantised=True)
+MANY = Case(136, 256, (128, 64), 128)
+MANY_CODES = Case(136, 256, (256,), 128, quantised=True)
+MANY_GATED = Case(136, 256, (128, 128), 128, gate=SILU)
+FAULTS = {
+    "scales of the next block of inputs": (
+        "block_fetch", "x.scale.at[item.split * problem.steps + k,",
+        "x.scale.at[(item.split * problem.steps + k + 1) % 3,", PLAIN,
+    ),
+    "weights' scale of the next block": (
+        "block_product", "(jnp.minimum(k, problem.steps - 1) if",
+        "(jnp.minimum(k + 1, problem.steps - 1) if", ROW,
+    ),
+    "the last block of a ragged row is dropped": (
+        "block_problem", "        x_scale.shape[0] // splits,\n",
+        "        x.shape[1] // block // splits,\n", RAGGED,
+    ),
+    "a matrix has the scales of the one before": (
+        "block_product", "item.column >= first, read(i)", "item.column > first, read(i)", RAGGED
+    ),
+    "joined matrices begin a block late": (
+        "block_fetch", "pl.ds((item.column - first) * PART, PART)", "pl.ds(first * PART, PART)",
+        RAGGED,
+    ),
+    "what follows is written over the first": (
+        "block_finish", "sum(problem.outs[:i]) + first", "first", RAGGED
+    ),
+    "every split is the first": (
+        "block_problem", "lax.rem(piece, jnp.int32(problem.splits))", "jnp.int32(0)", CUT
+    ),
+    "a split is dropped": (
+        "block_problem", "problem.columns * problem.splits, problem",
+        "problem.columns * max(1, problem.splits - 1), problem", CUT
+    ),
+    "every split adds the bias": ("block_finish", "(item.split == 0)", "(item.split >= 0)", CUT),
+    "no scale of channels": ("block_finish", "values = values * of_channels(matrix.scale)",
+                             "pass", PLAIN),
+    "up is gate": ("block_fetch", "inputs.matrices[i + part]", "inputs.matrices[i]", CODES),
+    "up has gate's scale": ("block_finish", "matrices[i + n]", "matrices[i]", CODES),
+    "the largest of one warpgroup": (
+        "block_finish", "return jnp.maximum(own, other)", "return own", CODES
+    ),
+    "the largest of the other, before it is there": (
+        "block_finish", "    plgpu.barrier_arrive(both)\n    plgpu.barrier_wait(both)\n    other",
+        "    other", CODES,
+    ),
+    "numbers are rounded before they become codes": (
+        "block_finish", "_largest(worker, values)",
+        "_largest(worker, values := values.astype(jnp.bfloat16).astype(jnp.float32))", CODES,
+    ),
+    "codes are rounded twice": (
+        "block_finish", "[1 - axis])).astype(FP8)",
+        "[1 - axis])).astype(jnp.float16).astype(FP8)", MANY_CODES,
+    ),
+    "scales of codes are of the tile before": (
+        "block_finish", "scales_out.at[item.column, rows]",
+        "scales_out.at[item.column, pl.ds(0, 16)]", CODES,
+    ),
+    "scales of rows are the other half's": (
+        "block_product", "pl.ds(0, problem.rows) if problem.few else mine",
+        "pl.ds(0, problem.rows if problem.few else CHANNELS)", MANY,
+    ),
+    "a stage is overwritten while it is read": (
+        "product_ring", "pl.when(count >= stages)", "pl.when(count > stages)", PLAIN
+    ),
+    "a stage is not waited for": (
+        "block_product", "        plgpu.barrier_wait(shared.full.at[slot])\n", "", PLAIN
+    ),
+    "scales are not waited for": ("block_problem", "problem.parts + 2,", "problem.parts + 1,",
+                                  PLAIN),
+    "what is written is not committed": (
+        "block_finish", "problem.result.dtype))\n    plgpu.commit_smem()",
+        "problem.result.dtype))", PLAIN,
+    ),
+    "gate and up share their sums": (
+        "block_product", "add(sums[part], product,", "add(sums[0], product,", MANY_GATED
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mutants(*FAULTS))
+def test_a_fault_is_found(fault):
+    *change, case = FAULTS[fault]
+    module, made = load(MODULES, *change), make(case)
+    try:
+        error = worst(case, made, run(case, made, module))
+    except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
+        error = problem
+    assert isinstance(error, Exception) or not error <= 1
+
+
+@pytest.mark.thorough
+def test_without_a_fault_nothing_is_found():
+    for case in (PLAIN, ROW, MANY_CODES._replace(dtype=jnp.float16)):
+        made = make(case)
+        assert worst(case, made, run(case, made, load(MODULES))) <= 1
