@@ -17,8 +17,9 @@ from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
 from shiftjax.costs.layer_launches import Widths, moved_bytes
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead
+from shiftjax.parallel.blocks import block_of_width
 from shiftjax.parallel.grid import Mode
-from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.layout import Layout, round_up
 
 if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
@@ -40,11 +41,6 @@ class StepCost(NamedTuple):
     def device(self) -> float:
         """Seconds that the devices are busy."""
         return self.matmul + self.attention + self.elementwise + self.collectives + self.launch
-
-
-def _width(layout: Layout, parts: LayerParts) -> int:
-    """Return the width of a layer's MLP."""
-    return layout.wide_intermediate_size if parts.is_wide else layout.intermediate_size
 
 
 class LayerCosts:
@@ -128,7 +124,7 @@ class LayerCosts:
             seconds += self.kernels.product(rows, hidden, own)
             seconds += self.kernels.product(rows, own, hidden)
         if part is None or config.experts is None:
-            return seconds + self._mlp(rows, _width(layout, parts) // t), 4
+            return seconds + self._mlp(rows, self._mlp_width(parts, t)), 4
         seconds += part.products
         num_kernels = ROUTED_KERNELS + part.num_kernels
         beside = layout.intermediate_size if config.experts.beside_mlp else 0
@@ -137,6 +133,13 @@ class LayerCosts:
                 seconds += self._mlp(rows, inner // t)
                 num_kernels += 2
         return seconds, num_kernels
+
+    def _mlp_width(self, parts: LayerParts, ways: int) -> int:
+        """The device's part of an MLP's width; in our codes, of whole blocks (`blocks.py`)."""
+        width = self.model.intermediate_size * (2 if parts.is_wide else 1)
+        has_blocks = self.engine.layer_launches and self.kernels.formats.has_codes_of_inputs
+        whole = block_of_width(width) if has_blocks else 1
+        return round_up(width, whole * self.layout.padded_for) // ways
 
     def _mlp(self, rows: float, intermediate: int) -> float:
         hidden, product = self.model.hidden_size, self.kernels.product
@@ -150,7 +153,7 @@ class LayerCosts:
         t, local, formats = layout.ways(mode), num_tokens // mode.sp, self.kernels.formats
         queries = layout.heads_per_device * layout.model.head_dim
         cached = layout.cache.numbers if parts.num_kv else 0
-        inner = _width(layout, parts) // t if part is None else 0
+        inner = self._mlp_width(parts, t) if part is None else 0
         widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
         names = self.engine.launches_of(formats.dense) or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)

@@ -238,6 +238,24 @@ def test_launches_are_those_that_the_engine_lists_for_the_format():
     assert some.num_layer_launches("fp8") == 5 and engine.num_layer_launches("fp8") == 3
 
 
+def test_widths_of_codes_are_those_of_whole_blocks_on_each_device():
+    """Of 17,920, as in phi-4, 140 blocks of 128 become 144 on 8 devices; others' stay as they are.
+
+    In numbers that are read: three matrices of 64 inputs.
+    """
+    machine = replace(PLAIN, matmul_flops={"bfloat16": 1e30, "fp8": 1e30})
+    model, work = replace(TINY, intermediate_size=17_920), Work(1, 0, 1, 0, 0, 0)
+    ours = replace(NO_OVERHEAD, layer_launches={"bfloat16": ("norm",)})
+
+    def reading(engine, name):
+        layout, formats = Layout(model, 1, 8), Formats(name)
+        return CostModel(layout, machine, engine, formats).breakdown(ONE, work).matmul
+
+    more = reading(ours, "fp8") - reading(NO_OVERHEAD, "fp8")
+    assert more == pytest.approx(2 * 4 * 128 / 8 * (3 * 64 + 2 * 2 + 1) / 1000)  # and activations
+    assert reading(ours, "bfloat16") == reading(NO_OVERHEAD, "bfloat16")
+
+
 def test_devices_that_share_a_processor_take_turns():
     shared = replace(PLAIN, shared_cores=2)
     alone, together = costs(2, 4), costs(2, 4, machine=shared)

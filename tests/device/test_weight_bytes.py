@@ -57,6 +57,13 @@ def test_codes_and_scales_take_what_is_foretold(config, sp, tp):
     check(config, sp, tp, "alias", "fp8")
 
 
+@pytest.mark.parametrize(("sp", "tp"), [(1, 1), (4, 2), (3, 1)])
+def test_blocks_take_what_is_foretold(sp, tp):
+    """The last one of hidden states is ragged; a width is padded to whole ones."""
+    config = replace(PRESETS["tiny"], hidden_size=192, intermediate_size=1000)
+    check(config, sp, tp, "alias", "fp8")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize(("sp", "tp", "stored"), [(4, 2, 4), (4, 2, 2), (8, 1, 8), (3, 2, 3)])
 def test_experts_take_what_is_foretold_however_they_are_stored(sp, tp, stored, dtype):
