@@ -154,6 +154,7 @@ def _step_row(
     return {
         "top_level_thunks": compiled.top_level_thunks,
         "launches_per_layer": per_layer,
+        "priced_per_layer": costs.stages[0].layers.num_launches(step.mode, step.bucket.tokens),
         "launches": compiled.launches,
         "all_reduce_kinds": dict(compiled.all_reduces),
         "predicted_seconds": seconds,

@@ -108,6 +108,13 @@ class LayerCosts:
         )
         return cost, count * kernels
 
+    def num_launches(self, mode: Mode, num_tokens: int) -> int:
+        """Launches of a layer in the middle, in a step of so many tokens; exchanges included."""
+        parts = self.model.parts[self.model.num_layers // 2]
+        used = self.expert_modes(mode, num_tokens) if parts.has_experts else None
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, 1, used)
+        return self.cost(mode, num_tokens, 1, parts, used)[1] + sum(m.num_times for m in moves)
+
     def _layer_products(
         self, mode: Mode, rows: int, parts: LayerParts, part: ExpertPart | None
     ) -> tuple[float, int]:

@@ -17,6 +17,7 @@ from serving.bench.compiled_plan import Compiled
 from serving.bench.launch_list import Launch
 from serving.cli.main import main
 from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.machine_files import load_engine
 
 SUMS_IN_BRANCHES = 19  # of the sampler, for rows that ask for more than their best token
 
@@ -58,7 +59,11 @@ def test_launches_of_a_layer_are_listed_in_order(capsys, tmp_path, monkeypatch):
     rows = [row for row in rows_of(tmp_path / "layers.jsonl") if row["tokens"] == 8]
     assert [row["name"] for row in rows] == layer
     assert {(row["sp"], row["tp"], row["step"]) for row in rows} == {(1, 8, "shift")}
-    assert [row["launches_per_layer"] for row in rows_of(tmp_path / "compiled.jsonl")] == [3, 3]
+    steps = rows_of(tmp_path / "compiled.jsonl")
+    assert [row["launches_per_layer"] for row in steps] == [3, 3]
+    products, attention, sums = 4, 1, 2
+    priced = products + attention + sums + load_engine("shiftjax").num_layer_launches("bfloat16")
+    assert [row["priced_per_layer"] for row in steps] == [priced, priced]
 
 
 @pytest.mark.thorough
