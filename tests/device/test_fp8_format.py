@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import BIASED, forward, silent
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -20,6 +21,7 @@ from spent import thorough
 from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
+from shiftjax.core.request import SamplingParams
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import HostWeights, define, load, load_rows
@@ -210,6 +212,50 @@ def test_logits_of_squares_are_those_of_the_same_codes_in_numpy(sp, tp):
         _, logits, _ = forward(directory, PROMPT, sp, tp, mode, "alias", formats=FP8)
         far = np.abs(logits - expected).max(axis=-1)
         assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
+
+
+@pytest.mark.costs(9)
+@pytest.mark.parametrize(("sp", "tp"), [(2, 2), *thorough((4, 1), (1, 4))])
+def test_experts_in_squares_are_those_of_the_same_codes_in_numpy(sp, tp, tmp_path):
+    """In each mode the same, and the shared one too."""
+    experts = {"moe_intermediate_size": 160, "shared_expert_intermediate_size": 1024}
+    config, _, numbers = files.write(
+        tmp_path, "fp8-squares", lambda name: name.endswith("gate"), **SQUARES | MOE | experts
+    )
+    with numpy_fp8.quantised(o=64, coded=numbers.keys()):
+        expected = numpy_llama.forward(config, numbers, PROMPT)["logits"]
+    for mode in dict.fromkeys((Mode(sp, sp), Mode(sp, 1))):
+        _, logits, _ = forward(tmp_path, PROMPT, sp, tp, mode, "alias", formats=FP8)
+        far = np.abs(logits - expected).max(axis=-1)
+        assert np.median(far) < 1e-3 and (logits.argmax(-1) == expected.argmax(-1)).all()
+
+
+@cache
+def expected_tokens(static: bool) -> tuple[Path, list[int]]:
+    """A tiny checkpoint of two layers, and what an engine of the format in NumPy continues with."""
+    heads, blocks = {"num_attention_heads": 8, "num_key_value_heads": 4}, {"o": 16, "down": 8}
+    if not static:
+        directory, config, numbers = checkpoint(**heads)
+    else:
+        directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
+        config, _, numbers = files.write(directory, "fp8-static", **heads)
+        blocks |= {"coded": numbers.keys(), "input_scale": 0.01}
+    with numpy_fp8.quantised(**blocks):
+        return directory, numpy_llama.greedy(config, numbers, PROMPT, 8)
+
+
+@pytest.mark.costs(9)
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(("sp", "tp"), [(2, 2), *thorough((1, 1), (4, 2), (8, 1), (1, 8))])
+def test_tokens_are_those_of_the_format_on_all_devices(sp, tp, static):
+    directory, expected = expected_tokens(static)
+    sizes = {"num_blocks": 42, "token_buckets": [32], "max_num_seqs": 2}
+    built = make(directory, sp, tp, quantization="fp8", **sizes)
+    sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
+    for seed in range(2 if sp > 1 else 1):
+        built.engine.policy = RandomPolicy(seed)
+        built.engine.flush_prefix_cache()
+        assert tokens(run(built.engine, [PROMPT], sampling)[0, 0]) == expected
 
 
 # ------------------------------------------------------------------------ products
