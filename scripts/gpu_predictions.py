@@ -92,8 +92,6 @@ def _products(machine: Machine) -> list[dict[str, Any]]:
     for name, shape in PRODUCTS.items():
         us = 1e6 * predicted_seconds(shape, machine)
         decides = "higher with 8, 64: the inputs' codes; with 4,096: cuBLASLt's products instead"
-        if shape.blocks > 1:
-            decides = "much higher than in one block: products that add up in place are wanted"
         rows.append(_row("products", name, "us", (0.7 * us, us, 1.6 * us), decides))
     return rows
 

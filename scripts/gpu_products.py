@@ -1,7 +1,6 @@
-"""Products as steps make them, of e4m3 codes: inputs quantised on the way, in a block or several.
+"""Products with row-parallel matrices as steps make them, of e4m3 codes and of bfloat16.
 
-Blocks are what a row-parallel matrix has in BASE (`shiftjax/models/products.py`): each has its own
-product, whose float32 sums are added.
+Inputs become codes on the way, a scale for each token and block (`shiftjax/models/products.py`).
 """
 
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.models.products import Matrix, in_blocks, project_in, quantise
+from shiftjax.parallel.blocks import BLOCK
 
-SUM_BYTES = 4  # float32
 COPIES = 2  # of a matrix, in turns, so that no cache holds what is read
 PLAIN = "bfloat16"
 # Of codes: the product and its scaling; the largest number of each row, and the codes.
@@ -30,7 +29,6 @@ class ProductShape(NamedTuple):
 
     tokens: int
     width: int = 8192
-    blocks: int = 1
     dtype: str = "float8_e4m3fn"  # of the matrix
 
     @property
@@ -49,14 +47,13 @@ PRODUCTS = {
     "codes, 8 tokens, 16,384 wide": ProductShape(8, 16_384),
     "codes, 64 tokens": ProductShape(64),
     "codes, 4,096 tokens": ProductShape(4096),
-    "codes, 4,096 tokens in 8 blocks": ProductShape(4096, blocks=8),
     "bfloat16, 8 tokens": ProductShape(8, dtype=PLAIN),
     "bfloat16, 8 tokens, 16,384 wide": ProductShape(8, 16_384, dtype=PLAIN),
     "bfloat16, 4,096 tokens": ProductShape(4096, dtype=PLAIN),
 }
 DRY = {
     "dry": ProductShape(4, 64),
-    "dry, in 2 blocks": ProductShape(4, 64, 2),
+    "dry, in 2 blocks": ProductShape(4, 256),
     "dry, bfloat16": ProductShape(4, 64, dtype=PLAIN),
 }
 
@@ -64,7 +61,7 @@ DRY = {
 def product_rows(run: Run) -> Iterator[dict[str, Any]]:
     """Time each, beside the copy and the GEMM of bfloat16 that were measured.
 
-    `of_copy` counts the bytes of the matrix. Rows of one block are products as
+    `of_copy` counts the bytes of the matrix. Rows are products as
     `shiftjax/sim/measured_kernels.py` reads them.
     """
     ceilings = run.ceilings
@@ -73,7 +70,7 @@ def product_rows(run: Run) -> Iterator[dict[str, Any]]:
         of_gemm = shape.flops / seconds / ceilings.flops_per_second
         of_copy = shape.matrix_bytes / seconds / ceilings.bytes_per_second
         row = {"row": name, "us": seconds * 1e6, "of_gemm": of_gemm, "of_copy": of_copy}
-        yield row | (_as_kernel(shape) if shape.blocks == 1 else {})
+        yield row | _as_kernel(shape)
 
 
 def _as_kernel(shape: ProductShape) -> dict[str, Any]:
@@ -90,7 +87,7 @@ def _calls(shape: ProductShape) -> Calls:
             matrices.append((Matrix(plain.astype(PLAIN)),))
             continue
         codes, scale = quantise(plain)
-        matrices.append((Matrix(in_blocks(codes, shape.blocks), scale),))
+        matrices.append((Matrix(in_blocks(codes, max(1, shape.width // BLOCK)), scale),))
     x = jax.random.normal(key, (shape.tokens, shape.width), jnp.bfloat16)
     return Calls(project_in, x, matrices)
 
@@ -100,6 +97,4 @@ def predicted_seconds(shape: ProductShape, machine: Machine) -> float:
     weights = PLAIN if shape.dtype == PLAIN else "fp8"
     alone = replace(machine, sustained_efficiency=1.0)  # kernels by themselves
     costs = KernelCosts(alone, Formats(weights, "bfloat16", "bfloat16"))
-    product = costs.product(shape.tokens, shape.width // shape.blocks, shape.width)
-    sums = 2 * shape.blocks * shape.tokens * shape.width * SUM_BYTES if shape.blocks > 1 else 0
-    return shape.blocks * product + costs.moved(sums)
+    return costs.product(shape.tokens, shape.width, shape.width)

@@ -485,7 +485,7 @@ def measured_rows(device: str = "NVIDIA H200", *, dry: bool = False) -> dict[str
     products = [{"part": "torch", "row": "SDPA, 8,192", "rate": 500.0}]
     for name, shape in gpu_products.PRODUCTS.items():
         row = {"part": "products", "row": name, "us": 1.0, "of_copy": 0.5}
-        products.append(row | (gpu_products._as_kernel(shape) if shape.blocks == 1 else {}))
+        products.append(row | gpu_products._as_kernel(shape))
     for row in [*rows, *products]:
         for kernel in kernels_of(kernel_rows([row]), "a test"):
             row["us"] = predicted_seconds(truth, kernel) * 1e6
