@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-.PHONY: help install demo demo-fleet test test-all lint format proto clean
+.PHONY: help install demo demo-fleet test test-all fetch lint format proto clean
 help:
 	@echo "make demo     serve a small model on 8 virtual CPU devices, with base and shift steps"
 	@echo "make demo-fleet  groups of devices that come and go while texts stream"
 	@echo "make install  the virtual environment with everything the other targets need"
 	@echo "make test     the tests that a change is tried with"
 	@echo "make test-all all tests, as CI runs them"
+	@echo "make fetch    what all tests need"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff format and repair"
 	@echo "make proto    generate the code of gRPC from serving/proto/shiftjax.proto"
@@ -38,9 +39,11 @@ PYTEST := PATH="$$PATH:$(CURDIR)/$(VENV)/prometheus/usr/bin" JAX_PLATFORMS=cpu \
 test: $(VENV)/.gpu
 	$(PYTEST) --quick
 
-test-all: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.bare $(VENV)/.clients \
-    $(VENV)/.routers $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium
+test-all: fetch
 	$(PYTEST)
+
+fetch: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.bare $(VENV)/.clients \
+    $(VENV)/.routers $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check
