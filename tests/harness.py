@@ -89,17 +89,31 @@ def forward(
     tp: int,
     mode: Mode,
     strategy: str,
-    least_size: int = 0,
     num_rows: int | None = None,
     formats: Formats | None = None,
     experts: tuple[int, int] = (1, 1),
 ):
     """Return (hidden states after embedding and each layer, logits of all tokens), NumPy.
 
-    Prompts are padded to `least_size` tokens at least: those of one size compile once. With
-    `num_rows`, logits are those of so many last tokens, and then of the first one. `experts`
+    With `num_rows`, logits are those of so many last tokens, and then of the first one. `experts`
     are stored as in the mode that splits tokens so many ways, and used as in another.
     """
+    (found,) = forwards(directory, [token_ids], sp, tp, mode, strategy, num_rows, formats, experts)
+    return found
+
+
+def forwards(
+    directory: Path,
+    prompts: list[list[int]],
+    sp: int,
+    tp: int,
+    mode: Mode,
+    strategy: str,
+    num_rows: int | None = None,
+    formats: Formats | None = None,
+    experts: tuple[int, int] = (1, 1),
+):
+    """Yield what `forward` returns of each prompt: all are padded to one size, of one program."""
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp, experts_sp=experts[0])
     used = Mode(sp, experts[1])
@@ -108,14 +122,12 @@ def forward(
     weights = ModeWeights(model, layout, strategy)
     stored = weights.with_head(load(model, layout, mesh, source, silent))
     params = weights.of(mode, stored, used)
-    size = max(len(token_ids), least_size)
+    size = max(map(len, prompts))
     tokens = round_up(size, sp * tp)
     attention = loops_of(source.config, BLOCK_SIZE)
     kv = FORMATS[model.formats.kv].dtype
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, kv)
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
-    plan = prefill_plan(token_ids, len(token_ids) if num_rows is None else num_rows)
-    inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)
     parallel = Parallel(layout, mode, used)
 
     def run(params, pools, inputs):
@@ -130,7 +142,6 @@ def forward(
         logits = llama.logits(llama.normed(last))
         return hidden, logits, as_stored(pools)
 
-    pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
     split = P(TOKEN_AXES) if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
@@ -139,9 +150,14 @@ def forward(
         out_specs=(split, vocab_spec(), pool_spec()),
         check_vma=False,
     )
-    hidden, logits, pools = jax.jit(mapped)(params, pools, inputs)
-    n, vocab = len(token_ids), source.config.vocab_size
-    return [np.asarray(h)[:n] for h in hidden], np.asarray(logits)[:n, :vocab], pools
+    step, vocab = jax.jit(mapped), source.config.vocab_size
+    for token_ids in prompts:
+        n = len(token_ids)
+        plan = prefill_plan(token_ids, n if num_rows is None else num_rows)
+        inputs = step_inputs(plan, bucket, pool, attention, {}, no_key, model=source.config)
+        pools = make_pools(mesh, layout, pool.num_blocks, BLOCK_SIZE, pool.dtype)
+        hidden, logits, pools = step(params, pools, inputs)
+        yield [np.asarray(h)[:n] for h in hidden], np.asarray(logits)[:n, :vocab], pools
 
 
 def held_bytes(arrays: list[jax.Array]) -> dict[jax.Device, int]:
