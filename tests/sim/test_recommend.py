@@ -127,7 +127,7 @@ def in_hindsight(requests: list[TraceRequest], dtype: str) -> float:
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_a_model_with_experts_is_near_hindsight_in_bursts(dtype: str):
-    bursts = on_off_times(4, 48, 60, 15, 60, seed=0)
+    bursts = on_off_times(4, 48, 30, 10, 30, seed=0)
     assert in_hindsight(requests_at(bursts, 4096, 250, 1.0, seed=0), dtype) < 1.1
 
 
@@ -135,7 +135,7 @@ def test_a_model_with_experts_is_near_hindsight_in_bursts(dtype: str):
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_a_model_with_experts_is_near_hindsight_with_code(dtype: str):
     """Lengths and rate of Azure's code trace, four times as fast."""
-    arrivals = arrival_times(10, 60, cv=2, seed=0)
+    arrivals = arrival_times(10, 30, cv=2, seed=0)
     assert in_hindsight(requests_at(arrivals, 2048, 28, 1.0, seed=0), dtype) < 1.1
 
 
