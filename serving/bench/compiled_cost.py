@@ -36,6 +36,7 @@ from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.parallel.grid import Mode
 
 KERNEL_CALL = 'custom_call_target="mosaic_gpu'
+PRODUCTS = ("block_",)  # kernels that multiply codes, by how their names begin
 _THROUGH = ("bitcast", "reshape", "copy", "convert")  # inside a fusion: nothing is read twice
 _TAKES_A_PART = ("dynamic-slice", "slice", "gather")
 _WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
@@ -48,7 +49,7 @@ _CONTRACTED, _BATCH = (
 class Kernel(NamedTuple):
     """Equal launches of a step; bytes and FLOP are of one of them on one device."""
 
-    kind: str  # product, attention, a collective with its algorithm, other
+    kind: str  # product, attention, kernel, a collective with its algorithm, other
     name: str
     shape: str  # of the result
     num_bytes: int
@@ -208,25 +209,53 @@ def _kernel(one: Instruction, program: _Program, prices: Prices) -> Kernel:
         if (opcode := each.opcode.removesuffix("-start")) in COLLECTIVES:
             return _collective(one, each, opcode, program, machine)
         if KERNEL_CALL in each.rest:
-            return _attention(one, each, prices)
+            name = kernel_name(each)
+            if name.startswith(PRODUCTS) or "norm" in name:
+                return _own_kernel(one, each, program, prices)
+            return _attention(one, name, prices)
     if one.opcode in ("conditional", "while"):
         return Kernel("branch", name, one.shape, 0, 0, machine.kernel_seconds)
     moved = program.num_bytes(one)
-    reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
     if (product := program.product(one)) is not None:
-        fmt = "fp8" if product.is_of_codes else prices.format
-        seconds = max(matmul_seconds(machine, *product[:3], fmt), reading)
-        flops = 2 * math.prod(product[:3])
-        seconds += machine.kernel_seconds + machine.product_seconds
-        return Kernel("product", name, one.shape, moved, flops, seconds)
+        return _product(name, one.shape, moved, product, prices)
+    reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
     return Kernel("other", name, one.shape, moved, 0, machine.kernel_seconds + reading)
 
 
-def _attention(one: Instruction, call: Instruction, prices: Prices) -> Kernel:
+def _product(name: str, shape: str, moved: int, product: Product, prices: Prices) -> Kernel:
+    machine, fmt = prices.machine, "fp8" if product.is_of_codes else prices.format
+    reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
+    seconds = max(matmul_seconds(machine, *product[:3], fmt), reading)
+    seconds += machine.kernel_seconds + machine.product_seconds
+    return Kernel("product", name, shape, moved, 2 * math.prod(product[:3]), seconds)
+
+
+def kernel_name(call: Instruction) -> str:
+    """The name of a Mosaic kernel, which is the innermost of its scopes."""
+    source = re.search(r'op_name="([^"]*)/[^/"]*"', call.rest)
+    return source[1].rpartition("/")[2] if source else call.name
+
+
+def _own_kernel(one: Instruction, call: Instruction, program: _Program, prices: Prices) -> Kernel:
+    """A Mosaic kernel that reads and writes its arrays, each once: a norm, or a product of codes.
+
+    Codes of a product's rows come first, [rows, inner], and those of its matrices follow.
+    """
+    machine, name = prices.machine, kernel_name(call)
+    arrays = [program.shapes[operand] for operand in call.operands]
+    moved = sum(map(shape_bytes, arrays)) + shape_bytes(call.shape)
+    if name.startswith(PRODUCTS):
+        (rows, inner), *matrices = (sizes_of(each) for each in arrays if each.startswith("f8"))
+        columns = sum(map(math.prod, matrices)) // inner
+        product = Product(rows, inner, columns, is_of_codes=True)
+        return _product(name, one.shape, moved, product, prices)
+    reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
+    return Kernel("kernel", name, one.shape, moved, 0, machine.kernel_seconds + reading)
+
+
+def _attention(one: Instruction, name: str, prices: Prices) -> Kernel:
     """A Mosaic kernel: one of those that read the context, or one that only starts and ends."""
     launch = prices.machine.kernel_seconds
-    source = re.search(r'op_name="([^"]*)/[^/"]*"', call.rest)
-    name = source[1].rpartition("/")[2] if source else one.name
     for part, attention in prices.attention.items():
         if name.startswith(part) and "combine" not in name:
             return Kernel("attention", name, one.shape, *attention[:2], launch + attention.seconds)

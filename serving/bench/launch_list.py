@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from serving.bench.compiled_cost import KERNEL_CALL, PRODUCTS, kernel_name
 from serving.bench.hlo import COLLECTIVES, Computation, Instruction, computations, launches
 from shiftjax.device.all_reduces import all_reduce_kind
 
-KERNEL_CALL = 'custom_call_target="mosaic_gpu'
 # Hidden in every launch, and the work of none: they read, shape or spread what others make.
 _SHAPING = (
     *("parameter", "constant", "bitcast", "reshape", "broadcast", "slice", "tuple"),
@@ -105,9 +105,8 @@ class _Sources:
         return Launch("other", " + ".join(names) or self._function(one) or one.opcode)
 
     def _kernel(self, one: Instruction) -> Launch:
-        source = re.search(r'op_name="([^"]*)/[^/"]*"', one.rest)
-        name = source[1].rpartition("/")[2] if source else one.name
-        if "product" in name:
+        name = kernel_name(one)
+        if name.startswith((*PRODUCTS, "grouped_")):
             return Launch("product", f"{name} of {self._asked_by(one)}")
         return Launch("kernel", name)
 

@@ -71,6 +71,13 @@ false_computation=%b
 custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(attend)/decode_attention/mpmd_map"}
   %call.4 = bf16[8,64]{1,0} custom-call(%sum, %pool, %ids), \
 custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(attend)/decode_combine/mpmd_map"}
+  %codes = f8e4m3fn[8,64]{1,0} parameter(5)
+  %matrix = f8e4m3fn[2,4096,32]{2,1,0} parameter(6)
+  %scale = f32[2,8]{1,0} parameter(7)
+  %call.5 = bf16[8,4096]{1,0} custom-call(%codes, %scale, %matrix), \
+custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/block_product_few/mpmd_map"}
+  %call.6 = (bf16[8,64]{1,0}, f8e4m3fn[8,64]{1,0}) custom-call(%embedding.7), \
+custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/add_norm_codes/mpmd_map"}
   ROOT %written.2 = bf16[4000,64]{1,0} fusion(%pool, %call.3, %ids), kind=kLoop, calls=%put
 }
 """
@@ -87,7 +94,8 @@ def kernels() -> dict[str, Kernel]:
 
 def test_every_launch_is_one(kernels):
     products = {"gemm", "gemm_fusion", "codes_fusion"}
-    ours = {"decode_attention", "decode_combine"}
+    products |= {"block_product_few"}
+    ours = {"decode_attention", "decode_combine", "add_norm_codes"}
     others = {"embedding", "written", "choice", "all-reduce", "all-gather"}
     assert set(kernels) == products | ours | others
     assert {name for name, one in kernels.items() if one.kind == "product"} == products
@@ -119,6 +127,17 @@ def test_a_product_of_codes_is_as_quick_as_these_are(kernels):
     assert kernels["codes_fusion"].seconds == pytest.approx(
         LAUNCH + H200.product_seconds + expected
     )
+
+
+def test_own_kernels_read_and_write_their_arrays_once(kernels):
+    product, norm = kernels["block_product_few"], kernels["add_norm_codes"]
+    assert product.flops == 2 * 8 * 64 * 4096
+    assert product.num_bytes == 64 * 4096 + 8 * 64 + 2 * 8 * 4 + 2 * 8 * 4096
+    computing = matmul_seconds(H200, 8, 64, 4096, "fp8")
+    fixed = LAUNCH + H200.product_seconds
+    assert product.seconds == pytest.approx(fixed + max(computing, product.num_bytes / RATE))
+    assert (norm.kind, norm.num_bytes) == ("kernel", 8 * 64 * (2 + 2 + 1))
+    assert norm.seconds == pytest.approx(LAUNCH + norm.num_bytes / RATE)
 
 
 def test_a_sum_costs_what_its_algorithm_does(kernels):

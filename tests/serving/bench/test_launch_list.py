@@ -55,7 +55,7 @@ ENTRY %main (x: bf16[8,64], v: bf16[64,64]) -> bf16[8,64] {{
 metadata={{op_name="jit(step)/decode_attention/mpmd_map" stack_frame_id=1}}
   %g = bf16[8,64]{{1,0}} fusion(%k, %v.1), kind=kCustom, calls=%multiplied
   %h = bf16[8,64]{{1,0}} custom-call(%g), custom_call_target="mosaic_gpu_v2", \
-metadata={{op_name="jit(step)/block_product/mpmd_map" stack_frame_id=3}}
+metadata={{op_name="jit(step)/block_product_few/mpmd_map" stack_frame_id=3}}
   ROOT %s = bf16[8,64]{{1,0}} all-reduce(%h), replica_groups={{{{0,1}}}}
 }}
 """
@@ -70,7 +70,7 @@ def test_a_launch_has_the_names_of_the_functions_whose_work_it_does():
         Launch("other", "rms_norm + Attention"),
         Launch("kernel", "decode_attention"),
         Launch("product", "product of Attention.output"),
-        Launch("product", "block_product of Attention.output"),
+        Launch("product", "block_product_few of Attention.output"),
         Launch("collective", "all-reduce, nccl"),
     ]
 
@@ -78,7 +78,13 @@ def test_a_launch_has_the_names_of_the_functions_whose_work_it_does():
 def test_without_sources_a_launch_has_the_name_of_what_it_does():
     bare = TEXT.replace(TABLES, "")
     names = [one.name for one in named_launches(bare)]
-    assert names == ["fusion", "decode_attention", "product of d", "block_product of h", names[-1]]
+    assert names == [
+        "fusion",
+        "decode_attention",
+        "product of d",
+        "block_product_few of h",
+        names[-1],
+    ]
 
 
 @pytest.mark.parametrize("beside", [[], [ADD]], ids=["as the others", "without the first add"])
