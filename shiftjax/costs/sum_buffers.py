@@ -27,6 +27,15 @@ def buffer_bytes(num_devices: int, num_bytes: int) -> int:
     return round_up(2 * num_bytes, PIECE_BYTES) + PIECE_BYTES
 
 
+def switch_buffer_bytes(hidden_size: int, rows: int) -> int:
+    """Bytes on each device for all sums by a switch, of so many bfloat16 rows at most.
+
+    Two buffers in turn and counters, in memory that programs share, as they run one by one. They
+    replace those of XLA's sums in a layer, so that `sum_buffer_bytes` is an upper bound.
+    """
+    return round_up(2 * rows * hidden_size * 2 + 4 * rows, PIECE_BYTES)
+
+
 def sum_buffer_bytes(
     layout: Layout, formats: Formats, wanted: Mapping[Bucket, Iterable[Mode]]
 ) -> int:

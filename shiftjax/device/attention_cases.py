@@ -34,14 +34,16 @@ import numpy as np
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device import expert_cases, packed_cases, write_cases
+from shiftjax.device import expert_cases, packed_cases, sum_cases, write_cases
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.device.packed_cases import PackedStep
+from shiftjax.device.sum_cases import SumStep
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape
+from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.grid import Device
 
 NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
@@ -69,7 +71,9 @@ class Trial:
         experts = ExpertShape(*of_experts) if of_experts else None
         windows = (Chunk(**each) if isinstance(each, dict) else each for each in shape["windows"])
         tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
-        shape = Shape(**shape | tuples | {"experts": experts, "packed": _packed_of(shape)})
+        sums = SumShape(*shape["sums"]) if shape.get("sums") else None
+        parts = {"experts": experts, "packed": _packed_of(shape), "sums": sums}
+        shape = Shape(**shape | tuples | parts)
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
         cases = Cases(**cases | {"decodes": tuple(cases["decodes"]), "chunks": chunks})
@@ -217,6 +221,13 @@ def try_packed(step: PackedStep, shape: PackedShape, devices: Sequence[Device]) 
     return attempt(lambda: outputs(packed_cases.kernels), right, wrong, devices)
 
 
+def try_sums(step: SumStep, shape: SumShape, devices: Sequence[Device]) -> Problem | None:
+    """Run one chain of sums over the devices; None: nothing is wrong."""
+    right = sum_cases.outputs_of(sum_cases.all_reduce, shape, step, devices)
+    outputs = partial(sum_cases.outputs_of, sum_cases.kernel, shape, step, devices)
+    return attempt(outputs, right, sum_cases.wrong_with_sums, devices)
+
+
 def attempt(
     compile_kernels: Callable[[], Callable[[], np.ndarray]],
     right: Callable[[], np.ndarray],
@@ -257,8 +268,15 @@ def judged(
 def tries_of(
     trial: Trial, kernels: AttentionBackend, devices: Sequence[Device]
 ) -> Iterator[tuple[str, Callable[[], Problem | None]]]:
-    """Yield what is tried, by name: attention, and what the deployment has beside it."""
+    """Yield what is tried, by name: attention, and what the deployment has beside it.
+
+    Or sums over devices alone: what is wrong with them leaves attention as it is.
+    """
     shape = trial.shape
+    if shape.sums is not None:
+        for step in sum_cases.sum_steps():
+            yield step.name, partial(try_sums, step, shape.sums, devices)
+        return
     for step in steps_of(shape, trial.cases):
         yield step.name, partial(try_step, step, shape, kernels, devices)
     if FORMATS[shape.kv_dtype].has_scales:

@@ -44,7 +44,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
-BACKENDS = "attention", "expert", "packed"
+BACKENDS = "attention", "expert", "packed", "sum"
 
 
 class KernelCheck(NamedTuple):
@@ -87,13 +87,15 @@ def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape)
     What was found is logged: a failure with case, details and versions.
     """
     verdict = find_verdict(check, devices, shape)
+    kernels = "attention kernels" if shape.sums is None else "kernel of sums by the switch"
     machine = f"{len(devices)} x {devices[0].device_kind}"
     when = "in an earlier start" if verdict.was_kept else f"in {verdict.seconds:.1f} s"
     if verdict.problem is None:
-        logger.info("the attention kernels passed their check on %s, %s", machine, when)
+        logger.info("the %s passed the check on %s, %s", kernels, machine, when)
         return None
     logger.error(
-        "the attention kernels failed their check on %s, %s: %s; %s; %s",
+        "the %s failed the check on %s, %s: %s; %s; %s",
+        kernels,
         machine,
         f"{when} (`shiftjax doctor` tries again)" if verdict.was_kept else when,
         verdict.problem,

@@ -20,6 +20,7 @@ from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.packed_backend import PackedShape
+from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.layout import Layout
 
 BEYOND_WINDOW = 65  # tokens that the longest contexts have more than a window, at least
@@ -49,6 +50,7 @@ class Shape:
     has_sinks: bool = False
     has_late: bool = False  # layers that compute logit rows alone
     packed: PackedShape | None = None  # matrices of four bits that are no experts'
+    sums: SumShape | None = None  # then sums over devices are tried, and nothing else
 
     @property
     def layout(self) -> Layout:

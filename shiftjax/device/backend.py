@@ -7,12 +7,14 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from pallas_kernels.sum_norm import MOST_ROWS
 from shiftjax.arch.formats import FORMATS
 from shiftjax.assembly import Drafter, Groups, Started
 from shiftjax.core.lane import wait_for_one
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.core.request import Runner
 from shiftjax.costs.group_costs import GroupCosts
+from shiftjax.costs.sum_buffers import switch_buffer_bytes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
@@ -38,6 +40,7 @@ from shiftjax.device.runner import DeviceRunner
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.hosts.calls import Hosts, Leader
 from shiftjax.hosts.steps_device import LeaderRunner
+from shiftjax.models.sum_backend import XLA_SUMS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.phases.exchange_device import DeviceExchange
@@ -184,6 +187,9 @@ class DeviceBackend:
         if device.platform == "gpu" and (held := deployment.sum_buffer_bytes(wanted)):
             gigabytes = held / 1e9
             logger.info("sums hold %.1f GB of a GPU outside of JAX's share, with NVLink", gigabytes)
+            if any(step.sums.name != XLA_SUMS.name for step in steps.values()):
+                shared = switch_buffer_bytes(deployment.layout.model.hidden_size, MOST_ROWS)
+                logger.info("or, where a switch does those of a layer, %d MB", shared >> 20)
         compiled = Compiled(deployment, programs, known, policies)
         if self._hosts is not None:
             _check_same(compiled, groups, self._hosts)

@@ -30,6 +30,7 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.packed_backend import choose_packed
+from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
 from shiftjax.routing.history import RoutingHistory
@@ -78,17 +79,36 @@ def define_steps(
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
         packed = choose_packed(layout, of_width.formats, own, attention.name)
+        groups = grid.groups(width)
+        meshes = {group: group_mesh(devices, grid, group) for group in groups}
+        try_sums = None if check is None else partial(_try_sums, of_width, check)
+        sums = choose_sums(
+            layout,
+            of_width.formats,
+            SumNeeds(
+                list(meshes[groups[0]].devices.flat) if len(groups) == 1 else (),
+                attention.name,
+                of_width.deterministic,
+                try_sums,
+            ),
+        )
         model = define(layout, of_width.formats)
         is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name
         weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
         used = expert_modes_of(of_width, own)
-        for group in grid.groups(width):
-            mesh = group_mesh(devices, grid, group)
+        for group, mesh in meshes.items():
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
-            found[group] = replace(step, expert_modes=used, packed=packed)
+            found[group] = replace(step, expert_modes=used, packed=packed, sums=sums)
     return found
+
+
+def _try_sums(deployment: Deployment, check: TryKernels, sums: SumShape) -> str | None:
+    """Try sums over devices, beside which nothing of the shape counts."""
+    largest = deployment.buckets[-1]
+    own = deployment.layout, deployment.formats, deployment.block_size, largest
+    return check(replace(shape_of(*own, deterministic=False), sums=sums))
 
 
 def attention_of(

@@ -144,6 +144,22 @@ class ModeWeights(NamedTuple):
             for weight, array in weights
         )
 
+    def whole_arrays(
+        self, params: Sequence[jax.Array], names: Sequence[str]
+    ) -> dict[str, jax.Array]:
+        """Return, inside a step, arrays that have a weight of several layers, by its name there.
+
+        The n-th member is that of layer n, from 0 on; a weight of an array of its own has none.
+        """
+        found = {}
+        for members, array in zip(self.arrays, params, strict=True):
+            name = members[0].name.removeprefix("layers.0.")
+            if name in names and len(members) > 1:
+                own = [f"layers.{index}.{name}" for index in range(len(members))]
+                assert [weight.name for weight in members] == own
+                found[name] = array
+        return found
+
     def _head(self, embedding: Any) -> Any:
         layout = self.layout  # if it gathers, the embedding is stored as the head
         if self.strategy == "slice" or layout.sp == 1 or layout.widest or layout.gathers:

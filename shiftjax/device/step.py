@@ -49,6 +49,7 @@ from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 from shiftjax.models.speculator import DraftRows
+from shiftjax.models.sum_backend import SUMMED_NORMS, XLA_SUMS, SumBackend
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.routing.counts_device import counts_of_step
@@ -152,6 +153,7 @@ class StepDef:
     experts: ExpertBackend = XLA_EXPERTS
     expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
     packed: PackedBackend = XLA_PACKED
+    sums: SumBackend = XLA_SUMS
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
@@ -240,7 +242,7 @@ class StepDef:
 
         return jax.shard_map(
             step,
-            mesh=mesh_of(self.mesh, mode, parallel.as_experts),
+            mesh=self.sums.mesh(mesh_of(self.mesh, mode, parallel.as_experts)),
             in_specs=(self.weights.specs(), pool_spec(), everywhere, everywhere, tables, *given),
             out_specs=(pool_spec(), *given_back),
             # Replication is by construction (the same inputs, psum, all_gather); the checker
@@ -268,6 +270,8 @@ class StepDef:
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted, packed=self.packed)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
+        norms = self.weights.whole_arrays(params, SUMMED_NORMS)
+        context = context._replace(sums=self.sums.open(parallel, x, norms))
         streams, pools = model.run_layers(x, pools, context)
         hidden = model.hidden_states(streams[-1], parallel)
         own = ()

@@ -13,7 +13,8 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
-from shiftjax.models.stream import Reduce, Stream
+from shiftjax.models.stream import Stream
+from shiftjax.models.sum_backend import OpenSums
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
@@ -50,6 +51,7 @@ class Context(NamedTuple):
     # layer does.
     counted: list[Array] | None = None
     packed: PackedBackend = XLA_PACKED  # of matrices of four bits that are no experts'
+    sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's
 
 
 def look_up(
@@ -128,14 +130,21 @@ def norm(
 
 
 def add_norm(
-    stream: Stream, weight: Float[Array, " hidden"] | None, config: ModelConfig, reduce: Reduce
-) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    stream: Stream,
+    name: str,
+    weight: Float[Array, " hidden"] | None,
+    config: ModelConfig,
+    context: Context,
+) -> tuple[Stream, Float[Array, "tokens hidden"]]:
     """Return the new stream, with what is added, and what the next products read: its norm.
 
-    `reduce` sums over devices what is partial. Without a weight the stream is read as it is.
+    What is partial is summed over devices. Without a weight the stream is read as it is; `name` is
+    the norm's in its layer.
     """
-    x = stream.whole(reduce, config.residual_scale)
-    return x, x if weight is None else norm(x, weight, config)
+    if weight is not None and context.sums is not None and context.sums.has(stream):
+        return context.sums.add_norm(stream, name, weight, config)
+    x = stream.whole(context.parallel.reduce, config.residual_scale)
+    return Stream(x, before=stream.before), x if weight is None else norm(x, weight, config)
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:

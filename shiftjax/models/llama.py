@@ -9,6 +9,7 @@ pass is written for one device's shard, inside `shard_map`; `Parallel` talks to 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -47,6 +48,7 @@ from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
 from shiftjax.models.speculator import Speculator
 from shiftjax.models.stream import Addend, Stream, scaled
+from shiftjax.models.sum_backend import OpenSums
 
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
@@ -268,30 +270,32 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, LayerPool]:
         """Return the stream and the pool; `given` is the layer's own input, if it has one."""
         config, reduce = self.config, context.parallel.reduce
-        x, normed = self._entered(stream, "input_norm", context)
+        stream, normed = self._entered(stream, "input_norm", context)
         out, pool = self.attention(normed, pool, context)
-        stream = Stream(x, self._normed(out, "attention_out_norm", context))
+        stream = replace(stream, addend=self._normed(out, "attention_out_norm", context))
         if config.parallel_block:
             x = stream.whole(reduce, config.residual_scale)
+            stream = Stream(x, before=stream.before)
         else:
-            x, normed = self._entered(stream, "mlp_norm", context)
-        beside = (x,) if isinstance(self.mlp, ExpertsBesideMLP) else ()
+            stream, normed = self._entered(stream, "mlp_norm", context)
+        beside = (stream.x,) if isinstance(self.mlp, ExpertsBesideMLP) else ()
         out = self.mlp(normed, context, *beside)
-        stream = Stream(x, self._normed(out, "mlp_out_norm", context))
+        stream = replace(stream, addend=self._normed(out, "mlp_out_norm", context))
         if given is None and not config.layer_scalars:
             return stream, pool
         x = stream.whole(reduce, config.residual_scale)
         if given is not None:
             x = x + self.own_input(x, given)
-        return Stream(x * self.scalar[...][None] if config.layer_scalars else x), pool
+        x = x * self.scalar[...][None] if config.layer_scalars else x
+        return Stream(x, before=stream.before), pool
 
     def _entered(
         self, stream: Stream, name: str, context: Context
-    ) -> tuple[Float[Array, "tokens hidden"], Float[Array, "tokens hidden"]]:
+    ) -> tuple[Stream, Float[Array, "tokens hidden"]]:
         """Return the new stream, and what a part reads of it; all of it without a norm `name`."""
         param = getattr(self, name, None)
         weight = None if param is None else param[...]
-        return add_norm(stream, weight, self.config, context.parallel.reduce)
+        return add_norm(stream, name, weight, self.config, context)
 
     def _normed(self, out: Addend, name: str, context: Context) -> Addend:
         """Apply a norm that follows a part; as it is where the layer has none of this name."""
@@ -302,7 +306,7 @@ class DecoderLayer(nnx.Module):
 
 
 RunLayer = Callable[
-    [DecoderLayer, Stream, LayerPool, PoolPlace | None, jax.Array | None],
+    [DecoderLayer, Stream, LayerPool, PoolPlace | None, jax.Array | None, int],
     tuple[Stream, LayerPool],
 ]
 
@@ -322,11 +326,12 @@ def _traced_once(context: Context) -> RunLayer:
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
-        of_step: tuple[tuple[Rope, ...], AttentionMetadata],
+        of_step: tuple[tuple[Rope, ...], AttentionMetadata, OpenSums | None],
     ) -> tuple[Stream, LayerPool, list[Array] | None]:
-        ropes, metadata = of_step
+        ropes, metadata, sums = of_step
         counted = None if context.counted is None else []
-        own = context._replace(ropes=ropes, metadata=metadata, place=place, counted=counted)
+        own = context._replace(ropes=ropes, metadata=metadata, sums=sums)
+        own = own._replace(place=place, counted=counted)
         return *nnx.merge(graphdef, params)(stream, pool, own, given), counted
 
     def run(
@@ -335,8 +340,10 @@ def _traced_once(context: Context) -> RunLayer:
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
+        index: int,
     ) -> tuple[Stream, LayerPool]:
-        of_step = context.ropes, context.metadata
+        sums = None if context.sums is None else context.sums.of_layer(index)
+        of_step = context.ropes, context.metadata, sums
         stream, pool, counted = call(*nnx.split(layer), stream, pool, place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())
@@ -399,7 +406,9 @@ class Llama(nnx.Module):
         self, embedded: Float[Array, "tokens hidden"], pools: ModelPools, context: Context
     ) -> tuple[list[Stream], ModelPools]:
         """Run the layers on hidden states: those of the embedding, or of the previous stage."""
-        streams, pools, run = [Stream(embedded)], list(pools), _traced_once(context)
+        before = None if context.sums is None else context.sums.nothing
+        streams, pools = [Stream(embedded, before=before)], list(pools)
+        run = _traced_once(context)
         given = [None] * self.config.num_layers
         if self.config.layer_input_width:
             given = self.layer_inputs(embedded, context)
@@ -408,7 +417,7 @@ class Llama(nnx.Module):
         layers = whole_layers(early, streams, context.parallel)
         for index, layer in enumerate(layers):
             nth, place = places[self.config.cached_by[index]]
-            out, pools[nth] = run(layer, streams[-1], pools[nth], place, given[index])
+            out, pools[nth] = run(layer, streams[-1], pools[nth], place, given[index], index)
             streams.append(out)
         return streams, pools
 
@@ -441,11 +450,12 @@ class Llama(nnx.Module):
         ropes = rope_tables(rows.positions[rows.tokens], config)
         in_shift = context.parallel.in_shift
         of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift, counted=None)
+        of_rows = of_rows._replace(sums=None)  # of other rows, in a branch
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run, stream = _traced_once(of_rows), Stream(x)
             for layer, (nth, place) in late:
-                stream, _ = run(layer, stream, pools[nth], place, None)
+                stream, _ = run(layer, stream, pools[nth], place, None, 0)
             return self.hidden_states(stream, in_shift)
 
         # Every device takes the same branch, so there may be collectives in it.

@@ -34,10 +34,15 @@ class Addend:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Stream:
-    """The residual stream `x`, and what is still to be added to it; None: nothing."""
+    """The residual stream `x`, and what is still to be added to it; None: nothing.
+
+    `before` are partial sums that other devices may still read, where a switch adds them up
+    (`sum_backend.py`): their memory is kept until the next such sum.
+    """
 
     x: Float[Array, "tokens hidden"]
     addend: Addend | None = None
+    before: Float[Array, "tokens hidden"] | None = None
 
     def whole(self, reduce: Reduce, scale: float = 1.0) -> Float[Array, "tokens hidden"]:
         """Return the stream with all of it; `scale` times what is added, rounded once."""

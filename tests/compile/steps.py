@@ -42,6 +42,7 @@ from shiftjax.models.attention_backend import choose_attention, xla_attention
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.packed_backend import choose_packed
+from shiftjax.models.sum_backend import SumBackend
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
 
@@ -80,6 +81,7 @@ class Case(NamedTuple):
     num_tokens: int = PREFILL.tokens  # of a base step
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
     experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
+    sums: str = "xla"  # or multimem
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
 
     @property
@@ -250,6 +252,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         experts=experts,
         expert_modes=ExpertModes(layout, by_bytes(case.formats)),
         packed=choose_packed(layout, case.formats, devices[0], attention.name),
+        sums=SumBackend(case.sums),
         sampler=case.sampler,
     )
     return step, pool

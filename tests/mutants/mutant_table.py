@@ -16,9 +16,10 @@ from rows_routing import ROWS as ROUTING
 from rows_serving import ROWS as SERVING
 from rows_sizes import ROWS as SIZES
 from rows_stored import ROWS as STORED
+from rows_sums import ROWS as SUMS
 from rows_time import ROWS as TIME
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
-    *(*PLANS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *TIME),
+    *(*PLANS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME),
 )

@@ -93,7 +93,8 @@ ROWS = (
     ),
     Mutant(
         "residuals are added whole", "configs", "shiftjax/models/layers.py",
-        "stream.whole(reduce, config.residual_scale)", "stream.whole(reduce)",
+        "stream.whole(context.parallel.reduce, config.residual_scale)",
+        "stream.whole(context.parallel.reduce)",
         (TEST_GGUF,), "Granite is another model",
     ),
     Mutant(
