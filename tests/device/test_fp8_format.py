@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
-from harness import BIASED, forward, silent
+from harness import BIASED, forward, held_bytes, silent
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import numpy_fp8, numpy_llama
@@ -22,9 +22,11 @@ from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import SamplingParams
+from shiftjax.costs.memory import shift_copy_bytes, weight_bytes
 from shiftjax.device.mesh import make_mesh, mesh_of
 from shiftjax.device.mode_weights import ModeWeights
 from shiftjax.device.place import HostWeights, define, load, load_rows
+from shiftjax.local_deployment import host_copy_bytes
 from shiftjax.models.products import Codes, Matrix, project_in, project_out, quantise_blocks
 from shiftjax.parallel.grid import TOKEN_AXES, WEIGHT_AXES, Mode
 from shiftjax.parallel.layout import Layout
@@ -68,10 +70,16 @@ def in_mode(source: TensorSource, sp: int, tp: int, mode: Mode, *, from_host: bo
     model = define(layout, FP8)
     weights = ModeWeights(model, layout, "alias")
     if from_host:
-        arrays = load_rows(model, layout, mesh, HostWeights(source, "float32"), silent)
+        rows = HostWeights(source, "float32")
+        arrays = load_rows(model, layout, mesh, rows, silent)
+        assert rows.num_bytes == host_copy_bytes(source.config, FP8)
     else:
         arrays = load(model, layout, mesh, source, silent)
-    arrays = weights.of(mode, weights.with_head(arrays))
+    stored = weights.with_head(arrays)
+    arrays = weights.of(mode, stored)
+    if mode == layout.shift:  # a switch has moved nothing but small copies
+        expected = weight_bytes(layout, FP8) + shift_copy_bytes(layout, FP8, "alias")
+        assert set(held_bytes([*stored, *arrays]).values()) == {expected}
     found = {}
     for weight, array in zip(model.declared, arrays, strict=True):
         if weight.kind not in ("codes", "scale"):
