@@ -99,14 +99,17 @@ class ShiftEngine(LLMEngine):
         self._engine = AsyncEngine(core, None, (), options, self._kv_events)
         if not options.simulate:
             await self._engine.call(lambda _: prove(self._model))
-        budgets = core.lanes[0].scheduler.config
+        of_lanes = [lane.scheduler.config for lane in core.lanes]
+        budgets = of_lanes[0]
         return Registration(
             model=config.model.model,
             served_model_name=names_of(options.served_model_name or config.model.model)[0],
             llm=LlmRegistration(
                 context_length=core.limits.max_model_len,
                 kv_cache_block_size=budgets.block_size,
-                total_kv_blocks=sum(lane.scheduler.config.num_blocks - 1 for lane in core.lanes),
+                total_kv_blocks=sum(
+                    lane.scheduler.config.num_whole_blocks - 1 for lane in core.lanes
+                ),
                 max_num_seqs=len(core.lanes) * budgets.max_num_seqs,
                 max_num_batched_tokens=budgets.max_num_batched_tokens,
             ),

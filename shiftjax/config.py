@@ -245,6 +245,7 @@ class CacheOptions:
     num_blocks: int | None = option(
         None, "KV blocks, the null block included; default: from free memory", low=2, high=1 << 28
     )
+    frees_blocks: bool = control(True, "free KV blocks that no layer sees any more")
     memory_fraction: float = option(
         0.9, "share of a device's memory for weights, KV blocks and temporaries", low=0.05, high=1.0
     )

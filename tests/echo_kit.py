@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shiftjax.arch.cache import longest_kept
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
@@ -38,6 +39,7 @@ class AuditedRunner(EchoRunner):
             block_size=config.block_size,
             host=host,
             check=True,
+            windows=config.windows,
         )
         self.config, self.num_host_blocks = config, num_host_blocks
         self.faults: dict[int, str] = {}  # number of the run -> "run" or "fetch"
@@ -126,7 +128,7 @@ def make_engine(
     limits = RequestLimits(
         VOCAB_SIZE,
         MAX_MODEL_LEN,
-        (num_blocks - 1) * block_size,
+        longest_kept(num_blocks - 1, config.windows, block_size, max_num_batched_tokens),
         eos_token_ids=config.eos_token_ids,
     )
     modes = Group(0, 2).modes

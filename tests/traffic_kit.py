@@ -14,6 +14,7 @@ from echo_kit import (
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from pallas_kernels.window import Chunk
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request
 
@@ -27,6 +28,18 @@ tokens = st.integers(0, VOCAB_SIZE - 1)
 STEMS = [[1] * 24, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12] * 2, [7, 7, 3, 3] * 6]
 
 
+# Of cache groups: what the layers of a model see.
+WINDOWS = (
+    (None, 3),
+    (None, 9, 9),
+    (None, Chunk(8), Chunk(8), Chunk(8)),
+    (None, Chunk(5)),
+    (6,),
+    (Chunk(8),),
+    (12, 2),
+)
+
+
 @st.composite
 def prompts(draw):
     stem = draw(st.sampled_from(STEMS))[: draw(st.integers(0, 24))]
@@ -34,8 +47,9 @@ def prompts(draw):
 
 
 @st.composite
-def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
+def engines(draw, tightness=4, least_seqs=1, stages=(1,), windows=((),)):
     """`tightness`: the pool holds at most that many halves of the longest sequence."""
+    groups = draw(st.sampled_from(windows))
     block_size = draw(st.sampled_from([1, 2, 4]))
     longest = -(-MAX_MODEL_LEN // block_size)
     max_num_seqs = draw(st.integers(least_seqs, 6))
@@ -44,7 +58,8 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         dp=draw(st.integers(1, 3)),
         overlap=draw(st.booleans()),
         block_size=block_size,
-        num_blocks=1 + draw(st.integers(longest // 2, tightness * longest // 2)),
+        num_blocks=1
+        + max(1, len(groups)) * draw(st.integers(longest // 2, tightness * longest // 2)),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
         eos_token_ids=draw(st.sampled_from([(), (0,)])),
@@ -55,6 +70,7 @@ def engines(draw, tightness=4, least_seqs=1, stages=(1,)):
         max_preemptions=draw(st.integers(0, 3)),
         max_proposed_rows=draw(st.sampled_from([0, 12])),  # of engines that draft
         num_micro_batches=draw(st.sampled_from(stages)),
+        windows=groups,
     )
 
 

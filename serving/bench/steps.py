@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.bench.flags import STEPS_MODEL, meshes_of
+from shiftjax.arch.cache import MOST_GROUPS
 from shiftjax.arch.formats import formats_of
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
@@ -92,6 +93,8 @@ def plan_of(case: Case, max_length: int = MAX_LENGTH) -> StepPlan:
             stop_ids=frozenset(),
             siblings=[],
             block_table=list(range(first, first + blocks_each)),
+            window_tables=[list(range(first, first + blocks_each))] * (MOST_GROUPS - 1),
+            first_blocks=[0] * MOST_GROUPS,
         )
         items.append(ScheduledSequence(sequence, start, count, 1, -1))
     num_decodes = sum(count == 1 for _, count in case.spans)

@@ -12,6 +12,7 @@ from shiftjax.arch.weights import num_parameters
 from shiftjax.config import EngineConfig
 from shiftjax.costs.memory import Memory, weight_bytes
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.window_rule import freed_in_words
 from shiftjax.device.choosers import describe_width, wanted_by_width
 from shiftjax.device.groups import define_steps
 from shiftjax.device.sizing import measure
@@ -186,14 +187,16 @@ def _host_rows(deployment: Deployment) -> dict[str, Any]:
 
 def _memory_rows(deployment: Deployment, memory: Memory) -> dict[str, Any]:
     size, each = deployment.block_size, deployment.block_bytes
-    num_blocks = deployment.num_blocks
-    return _host_rows(deployment) | {
+    num_blocks, freed = deployment.num_blocks, freed_in_words(deployment)
+    of_longest = f", of sequences of {deployment.max_model_len:,}" if freed else ""
+    rows = _host_rows(deployment) | {
         "weights": _mebibytes(memory.weight_bytes + memory.shift_weight_bytes),
         "a step's temporaries": f"about {_mebibytes(memory.workspace_bytes)}",
         "a KV block": f"{size} tokens, {each / 1024:,.1f} KiB",
         "KV blocks": f"about {num_blocks:,}, {_mebibytes(num_blocks * each)}",
-        "KV tokens": f"about {(num_blocks - 1) * size:,}",
+        "KV tokens": f"about {deployment.num_kv_tokens:,}{of_longest}",
     }
+    return rows | ({"KV of a sequence": freed} if freed else {})
 
 
 def _sum_rows(deployment: Deployment, device: Device) -> dict[str, Any]:

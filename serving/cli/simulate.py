@@ -16,6 +16,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.window_rule import freed_in_words
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
@@ -101,6 +102,8 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         print(f"\nsteps, and how far they split the experts:\n{as_text(steps)}\n")
     of_best = estimate(target, best, workload)
     beside = (beside_in_words(one, of_best) for one in estimates[: len(own)])
+    if freed := freed_in_words(best):
+        print(f"KV of a sequence: {freed}")
     more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
     for words in filter(None, (*beside, *more, stages_in_words(estimates))):
         print(words)
@@ -123,8 +126,8 @@ def _no_room(estimates: Sequence[Estimate], workload: Workload) -> str:
     """Why nothing can be recommended, and what came nearest."""
     prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
     words = f"no deployment has room for a request of {prompt:,} + {output:,} tokens"
-    nearest = max(estimates, key=lambda one: one.memory.num_kv_tokens)
-    name, room = nearest.deployment.name.strip(), nearest.memory.num_kv_tokens
+    nearest = max(estimates, key=lambda one: one.deployment.longest_in(one.memory))
+    name, room = nearest.deployment.name.strip(), nearest.deployment.longest_in(nearest.memory)
     if room > 0:
         return f"{words}; the longest is one of {room:,}, in {name}"
     missing = -nearest.memory.kv_bytes / 1e9

@@ -332,7 +332,7 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         "mesh": stats["mesh"],
         "policy": llm.deployment.policy,
         "block_size": str(cache.block_size),
-        "num_gpu_blocks": str(cache.num_blocks),
+        "num_gpu_blocks": str(cache.num_whole_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),
     }
     if llm.num_hosts > 1:

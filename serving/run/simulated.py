@@ -66,7 +66,7 @@ def open_simulated(
         "mesh": f"simulated {machine}: {deployment.mesh}",
         "policy": deployment.policy,
         "block_size": str(cache.block_size),
-        "num_gpu_blocks": str(cache.num_blocks),
+        "num_gpu_blocks": str(cache.num_whole_blocks),
         "enable_prefix_caching": str(cache.prefix_caching),
     }
     logger.warning("devices are simulated (%s): answers are made up, no model is loaded", machine)

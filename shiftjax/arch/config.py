@@ -6,7 +6,13 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from pallas_kernels.window import Chunk, Window
-from shiftjax.arch.cache import CacheSpec, LayerCache, keys_and_values
+from shiftjax.arch.cache import (
+    CacheGroup,
+    CacheSpec,
+    LayerCache,
+    groups_of,
+    keys_and_values,
+)
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Scores = Literal["softmax", "sigmoid"]
@@ -232,6 +238,7 @@ class ModelConfig:
     encoder: Encoder | None = None  # None: a decoder
     num_labels: int = 0  # a decoder that scores a text by its last token; 0: it has a vocabulary's
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
+    frees_blocks: bool = False  # of the KV cache, where no token sees them; see `cache_groups`
     # The last so many layers have no keys and values: each reads those of the last layer of its
     # kind that has some, and may have an MLP of twice the width (Gemma 4).
     num_shared_kv_layers: int = 0
@@ -263,8 +270,23 @@ class ModelConfig:
         for heads in dict.fromkeys(shapes):
             layers = tuple(layer for layer, shape in enumerate(shapes) if shape == heads)
             first = sum(shape == heads for shape in before)
-            caches.append(LayerCache(self.of_heads(heads).cache, layers, first, heads))
+            groups = self.cache_groups if self.frees_blocks else ()
+            caches.append(LayerCache(self.of_heads(heads).cache, layers, first, heads, groups))
         return tuple(caches)
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """Its layers with caches, by how far they see where blocks behind that are freed."""
+        num = self.num_layers - self.num_shared_kv_layers
+        if not self.frees_blocks:
+            return (CacheGroup(tuple(range(num)), None),)
+        return groups_of([kind.window for kind in self.kinds[:num]])
+
+    @property
+    def group_of_layers(self) -> tuple[int, ...]:
+        """Which of `cache_groups` has the cache that each of its layers reads."""
+        found = {layer: n for n, group in enumerate(self.cache_groups) for layer in group.layers}
+        return tuple(found[layer] for layer in self.cached_by)
 
     @property
     def head_shapes(self) -> tuple[tuple[int, int], ...]:

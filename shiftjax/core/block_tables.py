@@ -107,6 +107,23 @@ class BlockTables:
         sequence.block_table.append(self._allocate())
         return True
 
+    def cover(self, sequence: SequenceState) -> bool:
+        """Have room for the next part of a prompt; here it has all that it needs."""
+        return True
+
+    def num_growths(self, reserve: int) -> int:
+        """How often a table can grow where `reserve` blocks stay free."""
+        return max(0, self.device.num_free_blocks - reserve)
+
+    def num_missing(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Blocks that a sequence, here or once admitted, may yet take to hold so many tokens."""
+        held = len(sequence.block_table) or self.device.blocks_for(len(sequence.token_ids))
+        return self.device.blocks_for(num_tokens) - held
+
+    def num_held_tokens(self, running: Iterable[SequenceState]) -> int:
+        """Tokens that all tables have blocks for, those of the running sequences."""
+        return self.device.num_used_blocks * self.block_size
+
     def rename(self, new: Mapping[int, int], sequences: Iterable[SequenceState]) -> None:
         """Blocks of running sequences have been copied elsewhere: block, new block."""
         for sequence in sequences:

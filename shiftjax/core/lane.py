@@ -105,7 +105,7 @@ class Lane:
 def load_of(lane: Lane) -> tuple[bool, int]:
     """Sorts groups: those with room first, then by the tokens that a unit holds and will hold."""
     scheduler = lane.scheduler
-    held = scheduler.num_used_blocks * scheduler.config.block_size
+    held = scheduler.num_held_tokens
     return scheduler.is_full, (held + scheduler.num_waiting_tokens) // lane.group.width
 
 

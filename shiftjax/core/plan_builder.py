@@ -1,6 +1,7 @@
 """A step plan while it is being filled. No JAX."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shiftjax.core.proposal import Proposal
 from shiftjax.core.request import ScheduledSequence, SequenceState, StepPlan
@@ -48,6 +49,10 @@ class PlanBuilder:
         if num_tokens == num_new:
             sequence.num_pending_tokens = 1
             sequence.pending_row = len(self.decodes) - 1  # `finish` knows the row of a chunk
+
+    def has(self, sequence: SequenceState) -> bool:
+        """Whether something of a sequence is in the plan."""
+        return any(item.sequence is sequence for item in chain(self.decodes, self.chunks))
 
     def extend(self, item: ScheduledSequence, proposal: Proposal) -> None:
         """Let a decode, whose token is known, guess ahead."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.errors import DuplicateRequestError, RequestError
 from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.sampling_params import INT32_MAX, SamplingParams
@@ -146,7 +147,10 @@ class SequenceState:
     siblings: list["SequenceState"]  # all continuations of the request, this one included
     constraint: TokenConstraint | None = None
     status: Status = Status.WAITING
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)  # of the first cache group
+    window_tables: list[list[int]] = field(default_factory=list)  # of the others
+    first_blocks: list[int] = field(default_factory=list)  # that no table lacks, by group
+    retired: list[tuple[int, int, CachedPrefix]] = field(default_factory=list)  # not yet proven
     places: list[Place] = field(default_factory=list)  # not empty: swapped out
     num_computed_tokens: int = 0
     num_known_tokens: int = 0  # of the prompt, that a prefix cache had when it came
@@ -167,6 +171,11 @@ class SequenceState:
     first_token_seconds: float | None = None
     last_token_seconds: float = 0.0
     steps_by_mode: dict[str, int] = field(default_factory=dict)  # by label
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The block table of each cache group; those with a window begin with lost blocks, 0."""
+        return [self.block_table, *self.window_tables]
 
     @property
     def num_output_tokens(self) -> int:

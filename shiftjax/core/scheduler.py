@@ -29,7 +29,6 @@ from operator import attrgetter
 from typing import Any
 
 from shiftjax.core.admission import Admission
-from shiftjax.core.block_tables import BlockTables
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.micro_batches import is_in_flight, num_sampling
@@ -54,6 +53,7 @@ from shiftjax.core.results import (
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.core.step_sizes import StepSizes, Turn, demand_of
 from shiftjax.core.tier import Tier
+from shiftjax.core.windowed_tables import tables_of
 from shiftjax.parallel.grid import Mode
 
 NON_FINITE = "The model produced numbers that are not finite for this request."
@@ -86,14 +86,7 @@ class Scheduler:
             Status.RUNNING: self.running,
             Status.PARKED: self.parked,
         }
-        self.tables = BlockTables(
-            blocks or BlockAllocator(config.num_blocks, config.block_size),
-            tier,
-            config.model,
-            config.prefix_caching,
-            config.hash_size,
-            config.kv,
-        )
+        self.tables = tables_of(config, blocks, tier)
         self.requests: dict[str, list[SequenceState]] = {}  # unfinished, whole
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
         self.num_preemptions = {"recompute": 0, "swap": 0}
@@ -107,6 +100,11 @@ class Scheduler:
     def num_used_blocks(self) -> int:
         """Blocks held by block tables."""
         return self.tables.device.num_used_blocks
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Tokens that tables hold blocks for."""
+        return self.tables.num_held_tokens(self.running)
 
     @property
     def is_full(self) -> bool:
@@ -208,7 +206,8 @@ class Scheduler:
         if self.sizes.chooses and (builder.unfinished_prompts or self.waiting):
             self._limit(builder, turn)
         for sequence in builder.unfinished_prompts:
-            if min(builder.tokens_left, builder.rows_left) > 0:  # a handover may bring several
+            has_room = min(builder.tokens_left, builder.rows_left) > 0
+            if has_room and self._cover(sequence, builder):  # a handover may bring several
                 builder.add(sequence)
         if not builder.num_preempted:
             self._admit_waiting(builder, turn.now, in_flight)
@@ -216,8 +215,7 @@ class Scheduler:
     def _limit(self, builder: PlanBuilder, turn: Turn) -> None:
         """Leave so many tokens for prompts as is best for all that wait."""
         room = max(0, self._max_num_seqs - len(self.running))
-        used_tokens = self.num_used_blocks * self.config.block_size
-        rest = used_tokens, turn, self.sizes.num_groups
+        rest = self.num_held_tokens, turn, self.sizes.num_groups
         demand = demand_of(builder, self.waiting, room, *rest)
         if self.config.num_micro_batches > 1:
             others = sum(s.micro_batch != builder.micro_batch for s in self.running)
@@ -293,7 +291,7 @@ class Scheduler:
 
         A guess takes no block that an admission would have to leave free.
         """
-        builder.blocks_left = max(0, self.tables.device.num_free_blocks - self._watermark)
+        builder.blocks_left = self.tables.num_growths(self._watermark)
         self.lookahead.extend_plan(builder, self.tables, num_queued + len(self.waiting), last_mode)
 
     @property
@@ -307,6 +305,21 @@ class Scheduler:
             self._preempt(victim, builder)
             if victim is sequence:
                 return False
+        return True
+
+    def _cover(self, sequence: SequenceState, builder: PlanBuilder) -> bool:
+        """Room for a part of a prompt, at the expense of younger ones that the plan has nothing of.
+
+        False if it has been preempted itself, or has to wait for those that the plan has.
+        """
+        if sequence.status is not Status.RUNNING:
+            return False
+        while not self.tables.cover(sequence):
+            victim = self.running[-1]
+            if victim is sequence or builder.has(victim):
+                return False
+            self.running.pop()
+            self._preempt(victim, builder)
         return True
 
     def _preempt(self, sequence: SequenceState, builder: PlanBuilder) -> None:
@@ -397,11 +410,8 @@ class Scheduler:
         after = [*self.running, sequence]
         if all(other.num_preemptions < most for other in after):
             return self._watermark
-        blocks_for = self.tables.device.blocks_for
-        growth = blocks_for(_most_computed(sequence)) - blocks_for(len(sequence.token_ids))
-        for other in self.running:
-            growth += blocks_for(_most_computed(other)) - len(other.block_table)
-        return growth
+        missing = self.tables.num_missing
+        return sum(missing(other, _most_computed(other)) for other in after)
 
     # -------------------------------------------------------------------- commit
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from pallas_kernels.window import Window
 from shiftjax.config import budget_holds_the_decodes
 
 
@@ -31,6 +32,12 @@ class SchedulerConfig:
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_proposed_rows: int = 0  # logit rows of a step of no more tokens, with proposals
     num_micro_batches: int = 1
+    windows: tuple[Window | None, ...] = ()  # of cache groups whose blocks are freed behind them
+
+    @property
+    def num_whole_blocks(self) -> int:
+        """The null block, and as many as each cache group can have: what routers know of a pool."""
+        return 1 + (self.num_blocks - 1) // max(1, len(self.windows))
 
     @cached_property
     def max_step_seqs(self) -> int:

@@ -98,6 +98,10 @@ class Tier:
         """Return where blocks `start` up to `limit` of a sequence are, until one is missing."""
         return []
 
+    def find(self, block_hash: bytes, tokens: list[int]) -> Place | None:
+        """Return where the block with this hash and these tokens is; counts as no query."""
+        return None
+
     def knows(self, block_hash: bytes) -> bool:
         """Return whether a block may be found under this hash; counts as no query."""
         return False

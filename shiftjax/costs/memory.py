@@ -14,7 +14,10 @@ from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
 
 
 class Memory(NamedTuple):
-    """Bytes of one device, and the tokens that the KV cache of its group holds."""
+    """Bytes of one device, and the tokens that the KV cache of its group holds.
+
+    Where blocks are freed behind windows, tokens of sequences that are as long as they may be.
+    """
 
     weight_bytes: int
     shift_weight_bytes: int  # that SHIFT takes beside them
@@ -31,6 +34,11 @@ class Memory(NamedTuple):
 def kv_token_bytes(layout: Layout, formats: Formats) -> int:
     """Bytes of KV cache of a token on one device, all layers, replicas included."""
     return sum(len(each.layers) * each.spec.num_bytes(formats) for each in layout.caches)
+
+
+def block_token_bytes(layout: Layout, formats: Formats) -> int:
+    """Bytes of a token in a KV block on one device: of all layers, or of those of a cache group."""
+    return sum(len(each.places) * each.spec.num_bytes(formats) for each in layout.caches)
 
 
 def reserved_bytes(machine: Machine, engine: EngineOverhead, num_devices: int) -> int:

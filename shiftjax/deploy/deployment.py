@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from pallas_kernels.window import Window
+from shiftjax.arch.cache import blocks_kept, longest_kept
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
 from shiftjax.core.limits import RequestLimits
@@ -21,6 +23,7 @@ from shiftjax.costs.group_costs import GroupCosts, PipelineCosts
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.memory import (
     Memory,
+    block_token_bytes,
     kv_token_bytes,
     shift_copy_bytes,
     temporary_bytes,
@@ -60,7 +63,8 @@ class Deployment:
     """A model on `dp` groups of devices, in number formats, with the budgets of a group.
 
     `weights` is how SHIFT comes by its weights. An engine without `token_buckets` has steps of
-    any size. `num_blocks` counts the null block; 0: as many as fit.
+    any size. `num_blocks` counts the null block; 0: as many as fit. Where the model has several
+    cache groups, each block is of one of them.
     """
 
     name: str  # in tables
@@ -209,9 +213,50 @@ class Deployment:
         return -(-self.max_model_len // self.block_size)
 
     @property
+    def windows(self) -> tuple[Window | None, ...]:
+        """How far back each of the model's cache groups sees."""
+        return tuple(group.window for group in self.layout.model.cache_groups)
+
+    def blocks_of(self, num_tokens: int, step_tokens: int = 0) -> int:
+        """The most KV blocks that a sequence of so many tokens keeps, in all cache groups.
+
+        While it decodes; or while its prompt is computed, in steps of up to `step_tokens`.
+        """
+        size = self.block_size
+        return sum(blocks_kept(num_tokens, window, size, step_tokens) for window in self.windows)
+
+    def longest_sequence(self, num_blocks: int) -> int:
+        """Tokens of the longest sequence that so many KV blocks hold, from its prompt on."""
+        sizes = self.block_size, self.max_num_batched_tokens
+        return longest_kept(num_blocks, self.windows, *sizes)
+
+    def longest_in(self, memory: Memory) -> int:
+        """Tokens of the longest sequence that the KV cache holds; 0 or less: none."""
+        if not any(self.windows):
+            return memory.num_kv_tokens
+        return self.longest_sequence(max(0, self.fitting_blocks(memory)))
+
+    def kv_tokens_of(self, memory: Memory, num_tokens: int) -> int:
+        """Tokens that the KV cache holds of sequences that have so many each."""
+        if not any(self.windows):
+            return memory.num_kv_tokens
+        return self.fitting_blocks(memory) * num_tokens // self.blocks_of(num_tokens)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Tokens that the KV cache of a group holds, of sequences that are as long as they may be.
+
+        Of groups of the first width, in a fleet.
+        """
+        num_blocks = self.num_blocks - 1
+        if not any(self.windows):
+            return num_blocks * self.block_size
+        return num_blocks * self.max_model_len // self.blocks_of(self.max_model_len)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a KV block on one device, of the stage that has the most."""
-        each = (kv_token_bytes(stage.layout, self.formats) for stage in self.stages)
+        each = (block_token_bytes(stage.layout, self.formats) for stage in self.stages)
         return self.block_size * max(each)
 
     @property
@@ -252,6 +297,7 @@ class Deployment:
             max_proposed_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_micro_batches=self.pp,
+            windows=self.windows if any(self.windows) else (),
         )
 
     @property
@@ -262,7 +308,7 @@ class Deployment:
         return RequestLimits(
             vocab_size=model.vocab_size,
             max_model_len=self.max_model_len,
-            num_kv_tokens=(self.num_blocks - 1) * widest.block_size,
+            num_kv_tokens=widest.longest_sequence(self.num_blocks - 1),
             eos_token_ids=model.eos_token_ids,
             computes_prompts=model.num_late_layers == 0,
             widest=self.widest,
@@ -325,7 +371,10 @@ class Deployment:
         used = devices.total_bytes - devices.free_bytes
         room = int(self.memory_fraction * devices.total_bytes) - used
         kv = int(devices.pool_share * (room - weights - copy - workspace))
-        return Memory(weights, copy, workspace, kv, kv_token_bytes(layout, formats))
+        token = kv_token_bytes(layout, formats)
+        if any(self.windows):
+            token = -(-self.blocks_of(self.max_model_len) * self.block_bytes // self.max_model_len)
+        return Memory(weights, copy, workspace, kv, token)
 
     def sized(self, memory: Memory) -> "Deployment":
         """With KV blocks: as configured, or what fits, but never more than could be used."""
@@ -333,12 +382,19 @@ class Deployment:
 
     def blocks_for(self, memory: Memory) -> int:
         """KV blocks that fit, in a rounded number, but never more than could be used."""
-        fits = stable(max(0, memory.num_kv_tokens // self.block_size))
-        return min(fits, 1 + self.max_num_seqs * self.blocks_per_seq)
+        fits = stable(max(0, self.fitting_blocks(memory)))
+        each = self.blocks_of(self.max_model_len, self.max_num_batched_tokens)
+        return min(fits, 1 + self.max_num_seqs * each)
+
+    def fitting_blocks(self, memory: Memory) -> int:
+        """KV blocks that fit, the null block included; 0 or less: none."""
+        if any(self.windows):
+            return memory.kv_bytes // self.block_bytes
+        return memory.num_kv_tokens // self.block_size
 
     def with_blocks(self, num_blocks: int, memory: Memory) -> "Deployment":
         """With so many KV blocks. Raises ConfigError where that is none but the null block."""
-        if num_blocks >= 2:
+        if num_blocks > len(self.windows):
             return replace(self, num_blocks=num_blocks)
         held = (memory.weight_bytes + memory.shift_weight_bytes) / 1e9
         raise ConfigError(

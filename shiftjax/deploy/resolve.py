@@ -19,6 +19,7 @@ from shiftjax.costs.memory import (
 from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.expert_storage import expert_problems, with_experts
+from shiftjax.deploy.window_rule import with_freed_blocks
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import (
@@ -82,7 +83,7 @@ def resolve(
     if config.model.max_model_len is None and longest < model.max_position_embeddings:
         words = "%s is served up to %d tokens of its %d: --max-model-len asks for more"
         logger.warning(words, model.name, longest, model.max_position_embeddings)
-    model = served_within(model, longest)
+    model = with_freed_blocks(config, served_within(model, longest), longest)
     formats = formats_in(config, model, suited)
     budgets = chosen_budgets(config, devices.budgets)
     tokens = budgets.max_num_batched_tokens
@@ -115,7 +116,7 @@ def resolve(
         weights=config.parallel.shift_weights or config.parallel.weights,
         attention=config.compile.attention,
         block_size=block_size,
-        num_blocks=cache.num_blocks or 0,
+        num_blocks=len(model.cache_groups) * (cache.num_blocks - 1) + 1 if cache.num_blocks else 0,
         memory_fraction=cache.memory_fraction,
         prefix_caching=cache.prefix_caching,
         preemption=cache.preemption,

@@ -56,9 +56,11 @@ def step_inputs(
     query_start_loc[0] = 0
     ends = np.cumsum(lens, out=query_start_loc[1 : count + 1])
     positions = _ranges(starts, lens)
-    tables = _block_tables(plan, bucket.seqs, pool.blocks_per_seq)
-    blocks = tables[np.repeat(np.arange(count), lens), positions // pool.block_size]
-    slots = blocks * pool.block_size + positions % pool.block_size
+    num_groups = len(model.cache_groups)
+    tables = _block_tables(plan, num_groups, bucket.seqs, pool.blocks_per_seq)
+    blocks = tables[:, np.repeat(np.arange(count), lens), positions // pool.block_size]
+    slots = np.zeros((num_groups, bucket.tokens), np.int32)
+    slots[:, : len(positions)] = blocks * pool.block_size + positions % pool.block_size
     picked = _ranges(ends - rows, rows)
     late = guessing = None
     if model.num_late_layers:
@@ -72,17 +74,21 @@ def step_inputs(
         guessing = GuessInputs(row_start_loc, np.asarray(plan.num_guesses, np.int32))
     positions = _padded(positions, bucket.tokens)
     sample_rows = _padded(picked, bucket.rows)
-    contexts = tables, _padded(starts + lens, bucket.seqs), query_start_loc
+    contexts = tables[0], _padded(starts + lens, bucket.seqs), query_start_loc
     num_decodes, num_tokens = plan.num_rowwise, bucket.tokens
     if bucket.rows_alone and backend.most_row_reads is not None:
         num_decodes, num_tokens = count, None
     work = backend.divide(*contexts, num_decodes, num_tokens=num_tokens, num_rows=bucket.rows)
-    contexts += (np.asarray(num_decodes, np.int32),)
+    if num_groups == 1:
+        slots, tables = slots[0], tables[0]
+    attention = AttentionMetadata(
+        slots, tables, *contexts[1:], np.asarray(num_decodes, np.int32), work
+    )
     return StepInputs(
         token_ids=_padded(_token_ids(plan), bucket.tokens),
         positions=positions,
         sample_rows=sample_rows,
-        attention=AttentionMetadata(_padded(slots, bucket.tokens), *contexts, work),
+        attention=attention,
         late=late,
         guessing=guessing,
         sampling=scalars | {"positions": positions[sample_rows] + 1},
@@ -97,11 +103,16 @@ def _padded(values: np.ndarray | list[int], size: int) -> np.ndarray:
     return padded
 
 
-def _block_tables(plan: StepPlan, num_seqs: int, blocks_per_seq: int) -> np.ndarray:
-    tables = np.zeros((num_seqs, blocks_per_seq), np.int32)
-    for table, item in zip(tables, plan.scheduled, strict=False):
-        ids = item.sequence.block_table
-        table[: len(ids)] = ids
+def _block_tables(
+    plan: StepPlan, num_groups: int, num_seqs: int, blocks_per_seq: int
+) -> np.ndarray:
+    """The tables of each cache group; what a group has lost or never had is the null block."""
+    tables = np.zeros((num_groups, num_seqs, blocks_per_seq), np.int32)
+    for row, item in enumerate(plan.scheduled):
+        sequence = item.sequence
+        firsts = sequence.first_blocks or (0,)  # what comes before is lost: long, and zeros
+        for table, ids, first in zip(tables, sequence.tables, firsts, strict=False):
+            table[row, first : len(ids)] = ids[first:]
     return tables
 
 

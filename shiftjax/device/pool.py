@@ -1,9 +1,10 @@
 """The device memory of the KV cache: each entry of `Layout.caches`, of all layers, in few arrays.
 
 An array holds as many layers as 32 bits can count the elements of, one after the other: each is
-donated to every step and returned by it, which costs the host some microseconds (docs/gpu.md). On a
-device it is `[layers * blocks, elements of a block]`; a step reads it in the shape of its own
-layout, `[layers * blocks, rows, block_size, width]`, for nothing: both are the same bytes.
+donated to every step and returned by it, which costs the host some microseconds (docs/gpu.md).
+Where a model has several cache groups, a layer of each shares a place there: a block is of one.
+On a device an array is `[places * blocks, elements of a block]`; a step reads it in the shape of
+its own layout, `[places * blocks, rows, block_size, width]`, for nothing: both are the same bytes.
 So groups of any width find their blocks in one memory (`DevicePools`), if their blocks have as many
 bytes (`Layout.block_tokens`).
 """
@@ -79,10 +80,10 @@ def abstract_pools(
 
     widest = max(entry.numbers for cache in caches for entry in cache.spec.entries)
     most = num_blocks * block_size * widest
-    num = sum(num_pools(len(cache.layers), most, platform) for cache in caches)
+    num = sum(num_pools(len(cache.places), most, platform) for cache in caches)
     return [
-        tuple(describe(len(layers), entry) for entry in cache.spec.entries)
-        for cache, layers in layers_of_pools(caches, num)
+        tuple(describe(len(places), entry) for entry in cache.spec.entries)
+        for cache, places in layers_of_pools(caches, num)
     ]
 
 
@@ -133,8 +134,8 @@ def _in_pools(
 ) -> list[Int[Array, "layers ..."]]:
     """Return the numbers that blocks have in each pool, where layers lie one after the other."""
     found = []
-    for (_, layers), pool in zip(layers_of_pools(caches, len(pools)), pools, strict=True):
-        count = len(layers)
+    for (_, places), pool in zip(layers_of_pools(caches, len(pools)), pools, strict=True):
+        count = len(places)
         first = np.arange(count, dtype=np.int32) * (pool[0].shape[0] // count)
         found.append(first.reshape(-1, *[1] * blocks.ndim) + blocks[None])
     return found

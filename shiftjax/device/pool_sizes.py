@@ -74,7 +74,7 @@ class PoolSizes:
         for known in sorted(self._known, reverse=True):
             workspace = max(workspace_bytes, known.workspace_bytes)
             memory = self._deployment.memory(before, workspace)
-            most = share * (memory.num_kv_tokens // self._deployment.block_size)
+            most = share * self._deployment.fitting_blocks(memory)
             taken = self._deployment.blocks_for(memory)
             if LEAST_SHARE * taken <= known.num_blocks <= most:
                 return self._deployment.with_blocks(known.num_blocks, memory), workspace

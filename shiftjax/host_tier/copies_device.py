@@ -53,7 +53,7 @@ def _sets_of(layout: Layout) -> list[_Set]:
     sets, places = [], range(layout.num_devices)
     for cache in layout.model.caches:
         own = layout.shapes[cache.heads]
-        layers = range(cache.first, cache.first + len(cache.layers))
+        layers = range(cache.first, cache.first + len(cache.places))
         for alike in cache.spec.alike:
             entry = cache.spec.entries[alike[0]]
             rows = [own.cached_rows(entry, place) for place in places]
@@ -222,12 +222,12 @@ def _scatter_blocks(
     each: list[jax.Array] = []
     for cache in layout.caches:
         by_entry: dict[int, list[jax.Array]] = {}
-        ends = list(itertools.accumulate(len(layers) for own, layers in held if own == cache))
+        ends = list(itertools.accumulate(len(places) for own, places in held if own == cache))
         for alike in cache.spec.alike:
             array = next(arrays)
             num, rows, _, width = array.shape
             by_block = array.reshape(num, rows, len(blocks), -1, width).swapaxes(1, 2)
-            shape = len(cache.layers), len(alike), len(blocks), -1
+            shape = len(cache.places), len(alike), len(blocks), -1
             by_pool = jnp.split(by_block.reshape(shape), ends[:-1])
             by_entry |= {place: [x[:, i] for x in by_pool] for i, place in enumerate(alike)}
         each += [by_entry[place][i] for i in range(len(ends)) for place in sorted(by_entry)]

@@ -206,20 +206,24 @@ class HostBlocks(Tier):
         """
         places: list[Place] = []
         for number in range(start, min(limit, len(hashes))):
-            place = self.memory.index.get((self.block_size, hashes[number]))
-            if place is None:
-                break
-            extent, row = place
-            content = extent.contents[row]
             tokens = block_tokens(token_ids, number, self.block_size)
-            if content is None or content.tokens != tokens:
-                break
-            if not self._may_read(extent):
+            place = self.find(hashes[number], tokens)
+            if place is None:
                 break
             places.append(place)
         self._num_query_tokens += len(token_ids) - start * self.block_size
         self._num_hit_tokens += len(places) * self.block_size
         return places
+
+    def find(self, block_hash: bytes, tokens: list[int]) -> Place | None:
+        """Where the block with this hash and these tokens is, if this group may read it."""
+        place = self.memory.index.get((self.block_size, block_hash))
+        if place is None:
+            return None
+        content = place.extent.contents[place.row]
+        if content is None or content.tokens != tokens or not self._may_read(place.extent):
+            return None
+        return place
 
     def knows(self, block_hash: bytes) -> bool:
         """Whether a block is in the index; may be too hopeful."""

@@ -56,12 +56,20 @@ KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units
 class AttentionMetadata(NamedTuple):
     """What attention must know of a step besides q, k and v; int32, padded to the bucket."""
 
-    slot_mapping: Int32[Any, " tokens"]  # where a token's k, v go; padding: the null block
-    block_tables: Int32[Any, "seqs blocks_per_seq"]  # padding: the null block 0
+    # Both of each cache group, `[groups, ...]`, until `of_group` where the model has several.
+    slot_mapping: Int32[Any, "*groups tokens"]  # where a token's k, v go; padding: the null block
+    block_tables: Int32[Any, "*groups seqs blocks_per_seq"]  # padding: the null block 0
     seq_lens: Int32[Any, " seqs"]  # context length with this step's tokens; padding: 0
     query_start_loc: Int32[Any, " seqs_plus_1"]  # first token of each sequence; padding repeats
     num_decodes: Int32[Any, ""]  # every token of so many of the first sequences is a decode row
     work: Any  # who computes what, for each window of the model: a tuple of AttentionWork here
+
+    def of_group(self, group: int) -> "AttentionMetadata":
+        """Return what layers of one of `ModelConfig.cache_groups` must know."""
+        if self.block_tables.ndim == 2:
+            return self
+        slots, tables = self.slot_mapping[group], self.block_tables[group]
+        return self._replace(slot_mapping=slots, block_tables=tables)
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +94,10 @@ def pool_places(
 ) -> dict[int, tuple[int, PoolPlace | None]]:
     """Return for each layer its pool and its place there; None where it has a pool alone."""
     return {
-        layer: (nth, PoolPlace(np.int32(place), len(layers)) if len(layers) > 1 else None)
-        for nth, (_, layers) in enumerate(layers_of_pools(caches, num_pools))
-        for place, layer in enumerate(layers)
+        layer: (nth, PoolPlace(np.int32(place), len(places)) if len(places) > 1 else None)
+        for nth, (_, places) in enumerate(layers_of_pools(caches, num_pools))
+        for place, layers in enumerate(places)
+        for layer in layers
     }
 
 
@@ -203,7 +212,7 @@ class LoopOptions(NamedTuple):
 
     Scores are capped by `soft_cap`. `window` says how far back a token sees. `kv_scales` are those
     with which the pool was written. `sinks` are logits of scores that no value belongs to, one for
-    each head (gpt-oss).
+    each head (gpt-oss). With `frees_blocks` there may be anything behind the window, NaN included.
     """
 
     scale: float
@@ -212,6 +221,7 @@ class LoopOptions(NamedTuple):
     kv_scales: KVScales | None = None
     sinks: Float[Array, " heads"] | None = None
     sizes: LoopSizes = CPU_SIZES
+    frees_blocks: bool = False
 
     @property
     def scores(self) -> Scores:
@@ -466,6 +476,8 @@ def _in_tiles(
             seen = (key <= query) & exists
             if window is not None:
                 seen &= key >= first_seen(query, window)
+            if window is not None and options.frees_blocks:
+                exists &= key >= first_seen(begin + shift, window)
             block_ids = _take(_take(tables, seq), c)[None]
             return _attend(state, tile_q, pool, block_ids, Mask(seen[None], exists), scores)
 

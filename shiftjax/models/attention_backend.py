@@ -83,10 +83,12 @@ def xla_attention(
     scale: float | None = None,
     soft_cap: float | None = None,
     sizes: LoopSizes = CPU_SIZES,
+    frees_blocks: bool = False,
 ) -> AttentionBackend:
     """Return the XLA loops, whose rounds are as large as `sizes` say.
 
-    `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores.
+    `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores. With `frees_blocks` what
+    is behind a window may be anything.
     """
     factor = head_dim**-0.5 if scale is None else scale
 
@@ -109,7 +111,7 @@ def xla_attention(
 
     def of_layer(terms: LayerTerms) -> LoopOptions:
         own = windows[terms.window], terms.kv_scales, terms.sinks
-        return LoopOptions(factor, soft_cap, *own, sizes)
+        return LoopOptions(factor, soft_cap, *own, sizes, frees_blocks)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
@@ -191,6 +193,7 @@ def loops_of(
         scale=model.attention_scale,
         soft_cap=model.attention_soft_cap,
         sizes=loop_sizes(platform, deterministic, drafts),
+        frees_blocks=model.frees_blocks,
     )
 
 

@@ -10,7 +10,7 @@ pass is written for one device's shard, inside `shard_map`; `Parallel` talks to 
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -305,8 +305,15 @@ class DecoderLayer(nnx.Module):
         return Addend(norm(out.whole(context.parallel.reduce), param[...], self.config))
 
 
+class Cached(NamedTuple):
+    """Where a layer's keys and values are."""
+
+    place: PoolPlace | None  # in its pool
+    group: int = 0  # of `ModelConfig.cache_groups`
+
+
 RunLayer = Callable[
-    [DecoderLayer, Stream, LayerPool, PoolPlace | None, jax.Array | None, int],
+    [DecoderLayer, Stream, LayerPool, Cached, jax.Array | None, int],
     tuple[Stream, LayerPool],
 ]
 
@@ -338,13 +345,13 @@ def _traced_once(context: Context) -> RunLayer:
         layer: DecoderLayer,
         stream: Stream,
         pool: LayerPool,
-        place: PoolPlace | None,
+        cached: Cached,
         given: Float[Array, "tokens width"] | None,
         index: int,
     ) -> tuple[Stream, LayerPool]:
         sums = None if context.sums is None else context.sums.of_layer(index)
-        of_step = context.ropes, context.metadata, sums
-        stream, pool, counted = call(*nnx.split(layer), stream, pool, place, given, of_step)
+        of_step = context.ropes, context.metadata.of_group(cached.group), sums
+        stream, pool, counted = call(*nnx.split(layer), stream, pool, cached.place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())
         return stream, pool
@@ -415,9 +422,11 @@ class Llama(nnx.Module):
         early = self.layers[: self.config.num_early_layers]
         places = pool_places(self.config.caches, len(pools))
         layers = whole_layers(early, streams, context.parallel)
+        cached_by, groups = self.config.cached_by, self.config.group_of_layers
         for index, layer in enumerate(layers):
-            nth, place = places[self.config.cached_by[index]]
-            out, pools[nth] = run(layer, streams[-1], pools[nth], place, given[index], index)
+            nth, place = places[cached_by[index]]
+            cached = Cached(place, groups[index])
+            out, pools[nth] = run(layer, streams[-1], pools[nth], cached, given[index], index)
             streams.append(out)
         return streams, pools
 
@@ -455,7 +464,7 @@ class Llama(nnx.Module):
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run, stream = _traced_once(of_rows), Stream(x)
             for layer, (nth, place) in late:
-                stream, _ = run(layer, stream, pools[nth], place, None, 0)
+                stream, _ = run(layer, stream, pools[nth], Cached(place), None, 0)
             return self.hidden_states(stream, in_shift)
 
         # Every device takes the same branch, so there may be collectives in it.

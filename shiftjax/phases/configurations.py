@@ -9,6 +9,7 @@ from shiftjax.config import EngineConfig
 from shiftjax.core.limits import RequestLimits
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import Suited, resolve
+from shiftjax.deploy.window_rule import keeping_blocks
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
 from shiftjax.phases.resharding import PHASES, Phase
@@ -38,6 +39,7 @@ def resolve_phases(
     if not num_bytes:
         raise ConfigError([f"phases = {config.parallel.phases} needs host_memory, say 8GiB"])
     cache = replace(config.cache, preemption="swap", host_memory=str(num_bytes))
+    cache = keeping_blocks(cache, model, "phases exchange whole blocks")
     config = replace(config, cache=cache)
     found: dict[Phase, Deployment] = {}
     problems: list[str] = []

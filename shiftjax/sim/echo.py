@@ -1,13 +1,16 @@
 """A runner without a model: tokens are a pure function of a sequence, KV can be audited. No JAX.
 
 Whatever the scheduling, the same sequence gets the same tokens. With `check`, the pool holds in
-each slot the token whose KV would be there, so that a step can verify that every sequence finds
-exactly its own tokens behind its block table, and that a token on the device is looked for in the
-row of the step that sampled it, the last one of the micro-batch.
+each slot the token whose KV would be there, and its cache group, so that a step can verify that
+every sequence finds exactly its own tokens behind its block tables, and that a token on the device
+is looked for in the row of the step that sampled it, the last one of the micro-batch.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_kernels.window import Window, first_seen
 from shiftjax.core.proposal import ModelGuess
 from shiftjax.core.request import ScheduledSequence, SequenceState, StepOutput, StepPlan
 from shiftjax.core.results import num_accepted, num_top
@@ -47,11 +50,13 @@ class EchoRunner:
         block_size: int = 1,
         host: dict[int, list[np.ndarray]] | None = None,  # extents, of all groups
         check: bool = False,
+        windows: Sequence[Window | None] = (),  # of cache groups; none: there is one
     ):
         self.vocab_size = vocab_size
         self.block_size = block_size
         self.check = check
         self.modes: list[Mode] = []
+        self._windows = windows or (None,)
         self._pool = np.full((num_blocks, block_size), NO_TOKEN)
         self.host = {} if host is None else host
         self.ahead: dict[int, list[np.ndarray]] = {}  # extents that have been prefetched
@@ -145,13 +150,14 @@ class EchoRunner:
             self._compare(item, context[: item.start])  # what earlier steps have left behind
         written: set[tuple[int, int]] = set()
         for item, context in zip(plan.scheduled, contexts, strict=True):
-            for position in range(item.start, len(context)):
-                block, offset = divmod(position, self.block_size)
-                slot = (item.sequence.block_table[block], offset)
-                assert slot[0] != 0, "the null block belongs to nobody"
-                assert slot not in written, f"slot {slot} is written twice in one step"
-                written.add(slot)
-                self.write(*slot, context[position])
+            for group, table in enumerate(item.sequence.tables):
+                for position in range(item.start, len(context)):
+                    block, offset = divmod(position, self.block_size)
+                    slot = (table[block], offset)
+                    assert slot[0] != 0, "the null block belongs to nobody"
+                    assert slot not in written, f"slot {slot} is written twice in one step"
+                    written.add(slot)
+                    self.write(*slot, context[position] + group * self.vocab_size)
         for item, context in zip(plan.scheduled, contexts, strict=True):
             self._compare(item, context)
 
@@ -180,9 +186,14 @@ class EchoRunner:
         self._pool[number] = contents
 
     def _compare(self, item: ScheduledSequence, context: list[int]) -> None:
-        """Raise `AssertionError` unless the block table leads to this context."""
-        seen = self.read(item.sequence.block_table, len(context))
-        assert seen == context, f"{item.sequence.order}: finds {seen}, computes {context}"
+        """Raise `AssertionError` unless block tables lead to what is seen of this context."""
+        for group, (table, window) in enumerate(
+            zip(item.sequence.tables, self._windows, strict=True)
+        ):
+            first = max(0, first_seen(item.start, window))
+            seen = self.read(table, len(context))[first:]
+            own = [token + group * self.vocab_size for token in context[first:]]
+            assert seen == own, f"{item.sequence.order}: {group} finds {seen}, computes {own}"
 
     def _context(self, item: ScheduledSequence, previous: list[int]) -> list[int]:
         """The tokens that a sequence attends to in this step."""

@@ -5,6 +5,7 @@ a fleet, whose units of `tp` devices hold the whole model. Larger units leave mo
 smaller ones can be split further, into replicas that do not talk to each other.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Estimate:
         """Why a request does not fit; "" where one does."""
         if self.fits:
             return ""
-        room = self.memory.num_kv_tokens
+        room = self.deployment.longest_in(self.memory)
         return f"room for {room:,} tokens" if room > 0 else "no room beside the weights"
 
     def row(self) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def estimate(target: Target, deployment: Deployment, workload: Workload) -> Esti
     """What a deployment can hold and how quick it is; of a pipeline, its fullest stage."""
     memory, costs = memory_of(target, deployment), cost_model(target, deployment)
     prompt, output = workload.num_prompt_tokens, workload.num_output_tokens
-    if memory.num_kv_tokens < prompt + output:
+    if deployment.longest_in(memory) < prompt + output:
         return Estimate(deployment, memory, False)
     decode = Work.decode(1, prompt + output // 2)
     modes = modes_of(costs, deployment)
@@ -136,7 +137,8 @@ def saturated_tokens_per_second(
     holds is in `stages.mixed_rate`.
     """
     batch = Batch.of([(workload.num_prompt_tokens, workload.num_output_tokens)])
-    fits = min(memory.num_kv_tokens / batch.resident, deployment.max_num_seqs) / deployment.pp
+    room = deployment.kv_tokens_of(memory, math.ceil(batch.resident))
+    fits = min(room / batch.resident, deployment.max_num_seqs) / deployment.pp
     fits = max(1.0, min(fits, deployment.max_num_batched_tokens / 2))
     sizes = {fits, *(size for size in deployment.step_sizes if size < fits)}
     rate = max(mixed_rate(costs, deployment, batch, size) for size in sizes)

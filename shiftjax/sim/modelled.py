@@ -154,7 +154,7 @@ def sum_buffers_of(target: Target, deployment: Deployment) -> int:
 def sized_of(target: Target, deployment: Deployment) -> Deployment:
     """With as many KV blocks as fit. Raises ConfigError where none do."""
     memory = memory_of(target, deployment)
-    return deployment.with_blocks(memory.num_kv_tokens // deployment.block_size, memory)
+    return deployment.with_blocks(deployment.fitting_blocks(memory), memory)
 
 
 def reload_of(target: Target, deployment: Deployment) -> Reload:

@@ -103,7 +103,8 @@ def _rates(
 ) -> Iterator[tuple[Degrees, Rates]]:
     """Of all that fit."""
     for degrees in all_degrees(target):
-        deployment = deploy(target, degrees.name, **budgets)
+        kept = budgets | {"frees_blocks": False}  # phases exchange whole blocks
+        deployment = deploy(target, degrees.name, **kept)
         if why_not_stored(target, deployment):
             continue
         rates = rates_of(target, deployment, batch)

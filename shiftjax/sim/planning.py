@@ -233,8 +233,8 @@ def hosts_in_words(target: Target, workload: Workload, **budgets: Any) -> str:
     if alone is None:
         words = f"a request of {workload.num_tokens:,} tokens"
         return f"one engine over {hosts} hosts: no host alone has room for the model and {words}"
-    own, room = alone.deployment, over_all.memory.num_kv_tokens
-    longest = alone.memory.num_kv_tokens
+    own, room = alone.deployment, over_all.deployment.longest_in(over_all.memory)
+    longest = own.longest_in(alone.memory)
     limit = f"is for requests of more than {longest:,} tokens: it holds {room:,}"
     if min(room, target.model.max_position_embeddings) <= longest:
         limit = "has room for no longer requests"

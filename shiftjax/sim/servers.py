@@ -199,7 +199,7 @@ def _servers(
             reasons[where] = error.problems[0]
             continue
         if not one.fits:
-            room = max(0, one.memory.num_kv_tokens)
+            room = max(0, one.deployment.longest_in(one.memory))
             need = f"one request of {load.mean.num_tokens:,} tokens"
             reasons[where] = f"has no room for the weights and {need}: for {room:,}"
         elif limits.ratio(one.ttft_seconds, one.tpot_seconds) > 1:

@@ -21,7 +21,7 @@ from guesses_kit import Guesses, let_draft
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from spent import examples
-from traffic_kit import FAST, check_tokens, engines, play, traffic
+from traffic_kit import FAST, WINDOWS, check_tokens, engines, play, traffic
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.lookahead import Lookahead
@@ -62,6 +62,14 @@ def test_drafts_change_nothing(engine, clients, most, quality, caps):
     event(f"accepted some: {counts(engine)[0] > 0}")
     event(f"preempted: {any(engine.stats().num_preemptions.values())}")
     event(f"prefix hits: {engine.stats().num_prefix_hit_tokens > 0}")
+
+
+@settings(FAST, max_examples=examples(80))
+@given(engines(windows=WINDOWS), traffic(), st.integers(1, 6), st.integers(0, 10))
+def test_drafts_that_are_wrong_lose_no_block_that_is_seen(engine, clients, most, quality):
+    let_draft(engine, Guesses(quality, most=most))
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
 
 
 @settings(FAST, max_examples=examples(80))

@@ -18,8 +18,10 @@ from rows_sizes import ROWS as SIZES
 from rows_stored import ROWS as STORED
 from rows_sums import ROWS as SUMS
 from rows_time import ROWS as TIME
+from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
     *(*PLANS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME),
+    *WINDOWS,
 )

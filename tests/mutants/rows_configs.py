@@ -62,7 +62,8 @@ ROWS = (
     ),
     Mutant(
         "longrope is of the longest context", "configs", "shiftjax/deploy/resolve.py",
-        "model = served_within(model, longest)", "pass",
+        "with_freed_blocks(config, served_within(model, longest), longest)",
+        "with_freed_blocks(config, model, longest)",
         ("tests/models/test_longrope.py",), "short contexts take the long factors",
     ),
     Mutant(

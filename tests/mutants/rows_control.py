@@ -315,8 +315,7 @@ DRAFTS_ROWS = (
     ),
     Mutant(
         "drafts take the blocks that admissions leave", "drafts", SCHEDULER,
-        "max(0, self.tables.device.num_free_blocks - self._watermark)",
-        "max(0, self.tables.device.num_free_blocks)",
+        "self.tables.num_growths(self._watermark)", "self.tables.num_growths(0)",
         (TEST_SPECULATION,), "guesses preempt requests",
     ),
     Mutant(
