@@ -16,6 +16,7 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
 PIECE_BYTES = 2 << 20
+MOST_SWITCHED_BYTES = 2 << 20  # of two buffers, for two devices or more (`sum_norm.most_rows`)
 MOST_BYTES = 32 << 20  # of a sum, on all of its devices together: larger ones are NCCL's
 
 
@@ -27,13 +28,13 @@ def buffer_bytes(num_devices: int, num_bytes: int) -> int:
     return round_up(2 * num_bytes, PIECE_BYTES) + PIECE_BYTES
 
 
-def switch_buffer_bytes(hidden_size: int, rows: int) -> int:
-    """Bytes on each device for all sums by a switch, of so many bfloat16 rows at most.
+def switch_buffer_bytes() -> int:
+    """Bytes on each device for all sums by a switch, at most.
 
     Two buffers in turn and counters, in memory that programs share, as they run one by one. They
     replace those of XLA's sums in a layer, so that `sum_buffer_bytes` is an upper bound.
     """
-    return round_up(2 * rows * hidden_size * 2 + 4 * rows, PIECE_BYTES)
+    return MOST_SWITCHED_BYTES + PIECE_BYTES
 
 
 def sum_buffer_bytes(

@@ -274,7 +274,7 @@ def tries_of(
     """
     shape = trial.shape
     if shape.sums is not None:
-        for step in sum_cases.sum_steps():
+        for step in sum_cases.sum_steps(shape.sums, len(devices)):
             yield step.name, partial(try_sums, step, shape.sums, devices)
         return
     for step in steps_of(shape, trial.cases):

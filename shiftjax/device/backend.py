@@ -7,7 +7,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
-from pallas_kernels.sum_norm import MOST_ROWS
 from shiftjax.arch.formats import FORMATS
 from shiftjax.assembly import Drafter, Groups, Started
 from shiftjax.core.lane import wait_for_one
@@ -188,7 +187,7 @@ class DeviceBackend:
             gigabytes = held / 1e9
             logger.info("sums hold %.1f GB of a GPU outside of JAX's share, with NVLink", gigabytes)
             if any(step.sums.name != XLA_SUMS.name for step in steps.values()):
-                shared = switch_buffer_bytes(deployment.layout.model.hidden_size, MOST_ROWS)
+                shared = switch_buffer_bytes()
                 logger.info("or, where a switch does those of a layer, %d MB", shared >> 20)
         compiled = Compiled(deployment, programs, known, policies)
         if self._hosts is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.sum_norm import MOST_ROWS, Meeting, Norm, open_meetings, sum_norm
+from pallas_kernels.sum_norm import Meeting, Norm, most_rows, open_meetings, sum_norm
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.expert_cases import wrong_rows
 from shiftjax.device.mesh import devices_spec, joined_mesh, make_mesh, named
@@ -40,9 +40,9 @@ class SumStep(NamedTuple):
         return f"{CHAIN} sums of {self.rows} rows by the switch"
 
 
-def sum_steps() -> Iterator[SumStep]:
+def sum_steps(shape: SumShape, num_devices: int) -> Iterator[SumStep]:
     """Yield chains of the fewest rows and of the most."""
-    yield from (SumStep(1), SumStep(MOST_ROWS))
+    yield from (SumStep(1), SumStep(most_rows(num_devices, shape.hidden)))
 
 
 def kernel(partial: jax.Array, x: jax.Array, weight: jax.Array, meeting: Meeting) -> Any:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int32
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.products import Activations, Codes
 from shiftjax.models.stream import Stream
 from shiftjax.parallel.grid import ALL_AXES, Device
 from shiftjax.parallel.layout import Layout
@@ -56,11 +57,17 @@ class OpenSums(NamedTuple):
         return addend is not None and addend.is_partial and addend.bias is None
 
     def add_norm(
-        self, stream: Stream, name: str, weight: Float[Array, " hidden"], config: ModelConfig
-    ) -> tuple[Stream, Float[Array, "tokens hidden"]]:
+        self,
+        stream: Stream,
+        name: str,
+        weight: Float[Array, " hidden"],
+        config: ModelConfig,
+        *,
+        codes: bool = False,
+    ) -> tuple[Stream, Activations]:
         """Return the new stream, with the sum of what is partial, and its norm: one launch.
 
-        `name` is the norm's in its layer.
+        `name` is the norm's in its layer. With `codes` it comes as codes.
         """
         from pallas_kernels.sum_norm import Meeting, Norm, sum_norm
 
@@ -68,10 +75,10 @@ class OpenSums(NamedTuple):
         partial, whole = stream.addend.values, self.norms.get(name)
         given = (weight, None) if whole is None else (whole, self.nth)
         kind = {"in_float32": config.norm_in_float32, "has_offset": config.norm_offset}
-        norm = Norm(config.rms_norm_eps, config.residual_scale, **kind)
+        norm = Norm(config.rms_norm_eps, config.residual_scale, has_codes=codes, **kind)
         meeting = Meeting(ALL_AXES, self.counters, stream.before)
-        x, normed = sum_norm(partial, stream.x, given, norm, meeting)
-        return Stream(x, before=partial), normed
+        x, *normed = sum_norm(partial, stream.x, given, norm, meeting)
+        return Stream(x, before=partial), Codes(*normed) if codes else normed[0]
 
 
 class SumBackend(NamedTuple):
@@ -86,10 +93,10 @@ class SumBackend(NamedTuple):
         """Return the sums of a program whose stream begins with `x`; None: they are XLA's."""
         if self.name == XLA_SUMS.name or parallel.splits_tokens:
             return None
-        from pallas_kernels.sum_norm import open_meetings, wrong_sum
+        from pallas_kernels.sum_norm import most_rows, open_meetings, wrong_sum
 
-        rows, width = x.shape
-        if parallel.layout.num_devices == 1 or wrong_sum(rows, width, x.dtype):
+        (rows, width), devices = x.shape, parallel.layout.num_devices
+        if devices == 1 or rows > most_rows(devices, width) or wrong_sum(rows, width, x.dtype):
             return None
         meeting = open_meetings(ALL_AXES, rows, width)
         return OpenSums(meeting.counters, meeting.before, norms)

@@ -79,6 +79,7 @@ class Case(NamedTuple):
     gpu_options: str = "auto"
     units: int = 0  # of the fleet, of which this is a group of `sp` units; 0: all devices are one
     num_tokens: int = PREFILL.tokens  # of a base step
+    num_decodes: int = DECODE.tokens  # of a shift step
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
     experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
     sums: str = "xla"  # or multimem
@@ -93,7 +94,8 @@ class Case(NamedTuple):
     def bucket(self) -> Bucket:
         """A prefill step in BASE, a decode step in SHIFT."""
         prefill = PREFILL._replace(tokens=self.num_tokens)
-        return prefill if self.mode.sp == self.sp > 1 else DECODE
+        decode = DECODE._replace(tokens=self.num_decodes, rows=self.num_decodes)
+        return prefill if self.mode.sp == self.sp > 1 else decode
 
     @property
     def layout(self) -> Layout:

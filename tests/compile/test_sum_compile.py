@@ -26,8 +26,9 @@ from shiftjax.models.sum_backend import SumShape  # noqa: E402
 from shiftjax.parallel.grid import Mode  # noqa: E402
 
 AXES = "unit", "device"
+ROWS = 16  # as many as a switch sums, of 8 devices that have 8,192 columns
 REGISTERS = 128  # of a thread: four thread blocks of a sum fit a multiprocessor
-SHARED = re.compile(r"^  %(\S+) = bf16\[64,8192\]\{1,0:S\(7\)\}", re.M)
+SHARED = re.compile(r"^  %(\S+) = bf16\[16,8192\]\{1,0:S\(7\)\}", re.M)
 BITCAST = re.compile(r"^  %(\S+) = bf16\S+ bitcast\(%([\w.-]+)\)", re.M)
 
 
@@ -77,7 +78,7 @@ def test_a_sum_and_its_norm_are_one_kernel(chip, hidden, rows, codes, capsys):
 @pytest.mark.thorough
 def test_the_chain_of_the_check_compiles_for_devices_in_another_order():
     devices = list(aot.make_mesh("h200", (8,), ("x",)).devices.flat)
-    text = lowered(kernel, SumShape(8192, "bfloat16"), SumStep(8), devices).compile().as_text()
+    text = lowered(kernel, SumShape(8192, "bfloat16"), SumStep(ROWS), devices).compile().as_text()
     assert len(_sums(text)) == CHAIN
     assert 'xla_replica_ids = "0,1,2,3,4,5,6,7"' in text
 
@@ -91,7 +92,8 @@ def compiled() -> Compiler:
 @pytest.mark.thorough
 def test_a_step_sums_in_launches_of_their_norms(sp, tp, size, compiled):
     own, xlas = (
-        compiled(Case(sp, tp, Mode(sp, 1), size, sums=sums)) for sums in ("multimem", "xla")
+        compiled(Case(sp, tp, Mode(sp, 1), size, num_decodes=ROWS, sums=sums))
+        for sums in ("multimem", "xla")
     )
     sums = 2 * 2 - 1  # the last is XLA's, as is the embedding's, and the sampler's
     calls = _sums(own.text)
