@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import jax
-from jax._src import compilation_cache
+from jax._src import cache_key, compilation_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
 VARIABLE = "PYTEST_COMPILED"
@@ -106,8 +106,14 @@ class Files(CacheInterface):
 def use() -> None:
     """Let JAX keep programs in the folder: here in files of ours, in child processes its own way.
 
-    Children hold a lock while they write, which JAX does where there is a limit.
+    Children hold a lock while they write, which JAX does where there is a limit. Equal groups of
+    devices have one program, which runs on the devices for which it is read: JAX knows it so on
+    GPUs, and on CPUs would compile it for each group.
     """
+    hash_options = cache_key._hash_serialized_compile_options
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: hash_options(
+        hashed, options, strip_device_assignment=True
+    )
     compilation_cache.get_file_cache = lambda path: (Files(path), path)
     jax.config.update("jax_compilation_cache_dir", str(folder() / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)

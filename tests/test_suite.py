@@ -179,3 +179,13 @@ def test_a_test_that_counts_compilations_reads_none(hits, uncached, tmp_path):
     jax.clear_caches()
     jax.jit(double)(jnp.ones(3))
     assert not hits and not list(tmp_path.iterdir())
+
+
+def test_equal_groups_of_devices_have_one_program(hits):
+    """It is read, and runs on the devices that it was read for."""
+    first, *_, last = jax.devices()
+    for device in (first, last):
+        found = jax.jit(double)(jax.device_put(jnp.ones(3), device))
+        assert found.devices() == {device}
+        assert jnp.array_equal(found, double(jnp.ones(3)))
+        assert sum("double" in key for key in hits) == (device is last)
