@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shiftjax.core.admission import Admission
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
@@ -55,6 +56,7 @@ class Groups(NamedTuple):
     policies: Mapping[int, Policy]
     costs: Mapping[int, GroupCosts | None]  # as policies and drafts believe; None: unknown
     drafters: Mapping[Group, Drafter]
+    admission: Callable[[], Admission] | None = None  # of a group; None: the deployment's
 
 
 class Started(NamedTuple):
@@ -141,6 +143,8 @@ def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[L
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None
+        if groups.admission is not None:
+            admission = groups.admission()
         seams = speculation, blocks.get(group), host, admission
         sizes = None if is_phase else _sizes(groups, group.width)
         scheduler = Scheduler(of_width.budgets, *seams, sizes)

@@ -314,6 +314,11 @@ _PRESETS = (
         *("glm-4.5-air", _GLM45, 4096, 10_944, 46, 96, 8, 128),
         experts=Experts(128, 8, 1408, 1408, dense_layers=(0,), **_SIGMOIDS),
     ),
+    preset(
+        *("glm-4.6", _GLM45, 5120, 12_288, 92, 96, 8, 128),
+        **{"qk_norm": True, "max_position_embeddings": 202_752},
+        experts=Experts(160, 8, 1536, 1536, dense_layers=(0, 1, 2), scale=2.5, **_SIGMOIDS),
+    ),
     preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),
     preset("gemma-4-e2b", _GEMMA4, 1536, 6144, 35, 8, 1, 256, **_GEMMA4_E2B),

@@ -11,10 +11,12 @@ from shiftjax.core.request import SequenceState
 class Admission:
     """Lets waiting sequences start in their order, as blocks allow, and run to their end.
 
-    `decodes` says whether sequences are decoded here at all.
+    `decodes` says whether sequences are decoded here at all, and `prompts_first` whether they wait
+    for every prompt that can be computed: no step then has both.
     """
 
     decodes: bool = True
+    prompts_first: bool = False
 
     def leaving(self, sequences: Iterable[SequenceState]) -> Collection[SequenceState]:
         """Return those that have done here what they came for: they are swapped out and parked."""

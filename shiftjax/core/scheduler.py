@@ -198,6 +198,8 @@ class Scheduler:
 
     def _fill(self, builder: PlanBuilder, turn: Turn, in_flight: Collection[StepPlan]) -> None:
         """Decodes, then chunks, then admissions."""
+        if self.admission.prompts_first and self._fill_prompts(builder, turn, in_flight):
+            return
         if self.admission.decodes:
             self._schedule_decodes(builder)
         else:
@@ -211,6 +213,18 @@ class Scheduler:
                 builder.add(sequence)
         if not builder.num_preempted:
             self._admit_waiting(builder, turn.now, in_flight)
+
+    def _fill_prompts(
+        self, builder: PlanBuilder, turn: Turn, in_flight: Collection[StepPlan]
+    ) -> bool:
+        """Chunks and admissions alone; False if there are none."""
+        for sequence in self.running:
+            left = len(sequence.token_ids) - sequence.num_computed_tokens
+            has_begun = left > 1 and not sequence.num_pending_tokens
+            if has_begun and min(builder.tokens_left, builder.rows_left) > 0:
+                builder.add(sequence)
+        self._admit_waiting(builder, turn.now, in_flight)
+        return builder.tokens_left < self._tokens_per_step()
 
     def _limit(self, builder: PlanBuilder, turn: Turn) -> None:
         """Leave so many tokens for prompts as is best for all that wait."""

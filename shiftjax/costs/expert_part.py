@@ -8,6 +8,9 @@ computes pairs of a token and an expert for the tokens that it sees:
     E splits them more     n / M.sp    its own, and E.sp / M.sp devices deal their pairs out
 
 Where E is SHIFT and pairs are sent to their experts, that is as if all tokens were seen.
+
+Other engines (`fuses_experts`) divide each expert over the devices: all have all pairs, and a part
+of every expert's width. Nobody waits then, but tiles and permuted rows are not divided.
 """
 
 from collections.abc import Mapping
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
 
 ROUTED_KERNELS = 5  # of a layer: q, k and v, o, the router and two of the experts
+NARROW = 4096  # experts of less have Triton kernels of default tiles; wider ones are tuned
 
 
 class ExpertPart(NamedTuple):
@@ -81,6 +85,13 @@ def expert_part(
         cut = kernels.cut_experts(hidden, inner, mean_pairs, own)
         num_kernels += cut.num_kernels
     router = kernels.product(seen, hidden, experts.num)
+    if engine.fuses_experts:
+        ways = layout.ways(modes[1])
+        load = most_loaded(experts, 1, seen)
+        product = kernels.fused_experts if inner < NARROW else kernels.experts
+        inner = -(-inner // ways)
+        numbers = expert_numbers(load.pairs, seen, experts.per_token, hidden, inner)
+        return ExpertPart(router + product(load, hidden, inner), numbers, num_kernels)
     return ExpertPart(
         router + kernels.experts(load, hidden, inner, cut),
         expert_numbers(load.pairs, seen, experts.per_token, hidden, inner),

@@ -5,6 +5,7 @@ machine makes of one kernel. Measured kernels are compared with the same (`sim/k
 """
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
@@ -109,6 +110,23 @@ class KernelCosts(NamedTuple):
             self._product(sizes, self.formats.weights, fmt, share, reading)
             for sizes, reading in zip(products, readings, strict=True)
         )
+
+    def fused_experts(self, load: Load, hidden: int, inner: int) -> float:
+        """As `experts`, by Triton's kernels, where the machine's file says what they reach."""
+        machine = self.machine
+        if not machine.fused_expert_flops:
+            return self.experts(load, hidden, inner)
+        rate = of_format(machine.fused_expert_flops, self.formats.weights)
+        share = {ANY: rate / self._large_product_rate(self.product_format)}
+        overlap = machine.fused_expert_overlap
+        machine = replace(machine, expert_efficiency=share, memory_overlap=overlap)
+        return self._replace(machine=machine).experts(load, hidden, inner)
+
+    def _large_product_rate(self, fmt: str) -> float:
+        """FLOP/s of large matrices on a chip that runs hot."""
+        machine = self.machine
+        share = machine.matmul_efficiency * machine.sustained_efficiency
+        return machine.matmul_flops[fmt] * share
 
     def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
         """How `pallas_kernels` cut the products of a device's experts, with so many pairs each."""

@@ -70,6 +70,9 @@ class Machine:
     product_seconds: float = 0.0  # fixed time of a product, beside its launch
     # Share of a product's rate that products with several experts' matrices reach, by format.
     expert_efficiency: Mapping[str, float] = field(default_factory=lambda: {ANY: 1.0})
+    # Rate of Triton's fused experts, by format, where experts are many and narrow; {}: as others.
+    fused_expert_flops: Mapping[str, float] = field(default_factory=dict)
+    fused_expert_overlap: float = 1.0  # as `memory_overlap`, of these
     reserved_bytes: float = 0.0  # of the driver and a process's context
     peer_bytes: float = 0.0  # buffers of collectives, for each other device of a group
     devices_per_host: int = 0  # 0: all of them
@@ -152,6 +155,7 @@ class EngineOverhead:
     stream_seconds: float = 0.0  # of a token of each stream beyond `free_streams`
     free_streams: int = 0  # whose tokens are written beside the step
     pool_of_free: bool = False  # `memory_fraction` is of what weights and workspaces leave
+    prompts_first: bool = False  # decodes wait while prompts can be computed
     mixes_attention: bool = False  # one kernel computes the decodes and prompts of a step
     full_rate_codes: bool = False  # FP8 KV is read at bfloat16's share of the memory's rate
     sizes_steps: bool = False  # steps with prompts have the size that costs say is best
@@ -161,6 +165,8 @@ class EngineOverhead:
     sampling_bytes: float = 0.0  # of a row and entry of the vocabulary, on every device; 0: split
     expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
+    # They are Triton's, and each expert is divided over the devices: vLLM, SGLang.
+    fuses_experts: bool = False
     expert_kernels: int = 0  # of a layer of experts, beside router, products and activation
     kernels_per_layer: int = 0  # norms, rotary ...: all but products and collectives; or as names,
     # by the format of the layer's matrices: rows of `costs/layer_launches.py`.

@@ -27,7 +27,7 @@ from shiftjax.sim.arrivals import Arrivals, InOrder, Returning
 from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
-from shiftjax.sim.front_end import FrontEnd
+from shiftjax.sim.front_end import FrontEnd, reading_seconds
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import Phases
 from shiftjax.sim.phase_exchange import CostExchange, Switch
@@ -114,7 +114,7 @@ def replay(
     coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
     is_loop = isinstance(requests, ClosedLoop)
     arrivals = Returning(requests, coming) if is_loop else InOrder(coming)
-    reading = target.engine.request_seconds + target.engine.chat_seconds
+    reading = reading_seconds(target.engine, target.model)
     if reading or target.engine.chat_latency_seconds:
         arrivals = FrontEnd(arrivals, reading, target.engine.chat_latency_seconds)
     records, num_refused = serve(engine, clock, arrivals)

@@ -27,6 +27,7 @@ from shiftjax.sim.modelled import (
     sized_of,
 )
 from shiftjax.sim.phase_exchange import CostExchange
+from shiftjax.sim.prompts_first import PromptsFirst
 
 
 class SimulatedBackend:
@@ -114,6 +115,7 @@ class SimulatedBackend:
                 for group, runner in runners.items()
                 if runner.drafting is not None
             },
+            PromptsFirst if target.engine.prompts_first else None,
         )
 
 
