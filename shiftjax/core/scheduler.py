@@ -220,7 +220,8 @@ class Scheduler:
         """Chunks and admissions alone; False if there are none."""
         for sequence in self.running:
             left = len(sequence.token_ids) - sequence.num_computed_tokens
-            has_begun = left > 1 and not sequence.num_pending_tokens
+            is_mine = sequence.micro_batch == builder.micro_batch
+            has_begun = is_mine and left > 1 and not sequence.num_pending_tokens
             if has_begun and min(builder.tokens_left, builder.rows_left) > 0:
                 builder.add(sequence)
         self._admit_waiting(builder, turn.now, in_flight)

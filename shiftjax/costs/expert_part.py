@@ -10,14 +10,14 @@ computes pairs of a token and an expert for the tokens that it sees:
 Where E is SHIFT and pairs are sent to their experts, that is as if all tokens were seen.
 
 Other engines (`fuses_experts`) divide each expert over the devices: all have all pairs, and a part
-of every expert's width. Nobody waits then, but tiles and permuted rows are not divided.
+of every expert's width. Nobody waits then, but tiles and sums of rows are not divided.
 """
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.costs.expert_load import Load, dealt, most_loaded, skew_of
-from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers
+from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers, fused_numbers
 from shiftjax.costs.machine import EngineOverhead
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -90,7 +90,7 @@ def expert_part(
         load = most_loaded(experts, 1, seen)
         product = kernels.fused_experts if inner < NARROW else kernels.experts
         inner = -(-inner // ways)
-        numbers = expert_numbers(load.pairs, seen, experts.per_token, hidden, inner)
+        numbers = fused_numbers(load.pairs, seen, hidden, inner)
         return ExpertPart(router + product(load, hidden, inner), numbers, num_kernels)
     return ExpertPart(
         router + kernels.experts(load, hidden, inner, cut),

@@ -41,6 +41,11 @@ def expert_numbers(pairs: float, num_tokens: int, per_token: int, hidden: int, i
     return int(pairs * (3 * inner + 2 * hidden)) + num_tokens * (per_token + 1) * hidden
 
 
+def fused_numbers(pairs: float, num_tokens: int, hidden: int, inner: int) -> int:
+    """As `expert_numbers`, where the products gather and scatter rows themselves."""
+    return int(pairs * (3 * inner + hidden)) + num_tokens * hidden
+
+
 class Product(NamedTuple):
     """`num` products [rows, inner] x [inner, columns] in one kernel."""
 

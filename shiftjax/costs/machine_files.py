@@ -340,5 +340,5 @@ def dump_machine(machine: Machine, source: str) -> str:
         return {"value": numbers, "unit": _unit_of(name), "source": source}
 
     values = ((field.name, getattr(machine, field.name)) for field in fields(machine))
-    data = {name: plain(value, name) for name, value in values if value != ()}
+    data = {name: plain(value, name) for name, value in values if value not in ((), {})}
     return yaml.safe_dump(data, sort_keys=False, width=110)

@@ -108,7 +108,7 @@ def test_a_part_is_its_products_and_what_they_read_and_write():
     experts = Experts(num=64, per_token=4, intermediate_size=128)
     layout = Layout(replace(TINY, experts=experts), 8, 1, experts_sp=8)
     kernels, hidden = KernelCosts(PLAIN, Formats("float32", "float32", "float32")), 64
-    engine = replace(load_engine("vllm"), expert_kernels=3)
+    engine = replace(load_engine("tensorrt_llm"), expert_kernels=3)
     part = expert_part(kernels, engine, layout, (BASE, Mode(8, 2)), 512)
     load = most_loaded(experts, 4, 256)
     products = kernels.experts(load, hidden, 128)

@@ -10,8 +10,9 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.sim.arrivals import InOrder
 from shiftjax.sim.closed_loop import closed_loop
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.front_end import FrontEnd
+from shiftjax.sim.front_end import FrontEnd, reading_seconds
 from shiftjax.sim.modelled import cost_model
+from shiftjax.sim.models import MODELS
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import TraceRequest
@@ -59,6 +60,17 @@ def test_chats_take_more_of_the_front_end_than_completions():
     (chat,), (text,) = (replay(trace, each, ALONE).requests for each in (TARGET, texts))
     more = engine.chat_seconds + engine.chat_latency_seconds
     assert more > 0.02 and chat.ttft - text.ttft == pytest.approx(more)
+
+
+def test_a_chat_takes_what_the_template_of_its_model_takes():
+    usual, short, none = (
+        reading_seconds(TARGET.engine, MODELS[name])
+        for name in ("llama-8b", "qwen3-235b-a22b", "gpt-oss-20b")
+    )
+    engine = TARGET.engine
+    assert usual == READING
+    assert short == pytest.approx(engine.request_seconds + engine.chat_seconds / 2)
+    assert none == engine.request_seconds
 
 
 def test_a_request_counts_from_when_it_was_sent():
