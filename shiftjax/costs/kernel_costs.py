@@ -18,12 +18,17 @@ from shiftjax.costs.work import Work
 LOGIT_BYTES = 4  # logits are float32
 
 
+def large_product_rate(machine: Machine, fmt: str) -> float:
+    """FLOP/s of products of large matrices, on a chip that runs hot."""
+    share = machine.matmul_efficiency * machine.sustained_efficiency
+    return machine.matmul_flops[fmt] * share
+
+
 def matmul_seconds(
     machine: Machine, rows: float, inner: int, columns: int, fmt: str, count: float = 1.0
 ) -> float:
     """Compute time of `count` equal products in one kernel, at the best height of its tiles."""
-    share = machine.matmul_efficiency * machine.sustained_efficiency
-    rate = machine.matmul_flops[fmt] * share / machine.compute_units
+    rate = large_product_rate(machine, fmt) / machine.compute_units
     width = count * -(-columns // machine.tile_columns)
     return min(
         max(1.0, math.ceil(rows / height) * width / machine.compute_units)
@@ -122,16 +127,10 @@ class KernelCosts(NamedTuple):
         if not machine.fused_expert_flops:
             return self.experts(load, hidden, inner)
         rate = of_format(machine.fused_expert_flops, self.formats.weights)
-        share = {ANY: rate / self._large_product_rate(self.product_format)}
+        share = {ANY: rate / large_product_rate(machine, self.product_format)}
         overlap = machine.fused_expert_overlap
         machine = replace(machine, expert_efficiency=share, memory_overlap=overlap)
         return self._replace(machine=machine).experts(load, hidden, inner)
-
-    def _large_product_rate(self, fmt: str) -> float:
-        """FLOP/s of large matrices on a chip that runs hot."""
-        machine = self.machine
-        share = machine.matmul_efficiency * machine.sustained_efficiency
-        return machine.matmul_flops[fmt] * share
 
     def cut_experts(self, hidden: int, inner: int, mean_pairs: float, own: int) -> "CutExperts":
         """How `pallas_kernels` cut the products of a device's experts, with so many pairs each."""

@@ -49,6 +49,7 @@ LOADS = {
     "users": "users:8 is a closed loop of so many",
     "rate": "rate:4 are Poisson arrivals, per second",
 }
+IN_STEP = ("vllm", "sglang")  # systems that are measured with their own clients
 LONGEST = 5  # times the mean, of lengths that vary
 
 
@@ -210,7 +211,8 @@ def replay_of(run: Run, most: int | None = None) -> Replay:
     """The run, simulated: `most` requests of it at most. Raises ConfigError.
 
     Answers of a closed loop's first round are cut, each somewhere, so that later requests come as
-    after a long time, when users are at phases that have nothing to do with each other.
+    after a long time, when users are at phases that have nothing to do with each other. Users of
+    vLLM's and SGLang's own benchmarks begin together, and those with equal lengths stay together.
     """
     named = run._asdict()
     options = {name: named[name] for name in ("machine", "model", "engine", "dtype")}
@@ -223,6 +225,8 @@ def replay_of(run: Run, most: int | None = None) -> Replay:
     if run.kind != "users":
         return replay(requests, target, deploy(target, run.settings))
     users = int(run.level)
+    if not run.cv and run.system in IN_STEP:
+        return replay(closed_loop(requests, users), target, deploy(target, run.settings))
     rng = random.Random(f"phases of {users}")
     for number, each in enumerate(requests[:users]):
         output = max(1, round(each.num_output_tokens * rng.random()))
