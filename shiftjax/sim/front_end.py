@@ -15,7 +15,6 @@ from shiftjax.core.request import Request
 from shiftjax.costs.machine import EngineOverhead
 from shiftjax.sim.arrivals import Arrivals
 
-
 # Templates that take another part of `chat_seconds` to look through than most, by architecture or
 # name: none (gpt-oss has a format of its own), short ones (Qwen3-235B-A22B-Instruct-2507).
 TEMPLATES: Mapping[str, float] = {"gpt_oss": 0.0, "qwen3-235b-a22b": 0.5}

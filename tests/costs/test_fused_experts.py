@@ -1,9 +1,10 @@
-"""Experts of engines that divide each over the devices, in Triton's kernels: beside measured ones."""
+"""Experts of engines that divide each over the devices, in Triton's kernels, beside measured."""
 
 from dataclasses import replace
 
 import pytest
 
+from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.expert_load import most_loaded
 from shiftjax.costs.expert_part import expert_part
@@ -26,13 +27,19 @@ MEASURED = {
 }
 
 
+def experts_of(model: str) -> Experts:
+    experts = MODELS[model].experts
+    assert experts is not None
+    return experts
+
+
 def seconds_of(machine, model, formats, devices, tokens):
     """All that the tables time: products, what goes between them, and launches."""
     chip = replace(load_machine(machine), sustained_efficiency=1.0)  # one kernel alone
     kernels, layout = KernelCosts(chip, formats), Layout(MODELS[model], 1, devices)
     modes = (layout.shift, layout.shift)
     part = expert_part(kernels, load_engine("vllm"), layout, modes, tokens)
-    router = kernels.product(tokens, MODELS[model].hidden_size, MODELS[model].experts.num)
+    router = kernels.product(tokens, MODELS[model].hidden_size, experts_of(model).num)
     moved = kernels.moved(part.numbers * formats.activation_bytes)
     return part.products - router + moved + LAUNCHES * chip.kernel_seconds
 
@@ -50,7 +57,7 @@ def test_experts_take_about_what_was_measured():
 
 def test_every_device_has_all_pairs_and_a_part_of_every_expert():
     layout, engine = Layout(MODELS["qwen3-235b-a22b"], 1, 8), load_engine("vllm")
-    experts, hidden = layout.model.experts, layout.model.hidden_size
+    experts, hidden = experts_of("qwen3-235b-a22b"), layout.model.hidden_size
     kernels = KernelCosts(load_machine("h100x8"), BF16)
     part = expert_part(kernels, engine, layout, (layout.shift, layout.shift), 512)
     load = most_loaded(experts, 1, 512)
@@ -64,7 +71,7 @@ def test_wide_experts_have_the_rate_of_tuned_kernels():
     layout = Layout(MODELS["mixtral-8x7b"], 1, 2)
     kernels, modes = KernelCosts(load_machine("h100x8"), BF16), (layout.shift, layout.shift)
     part = expert_part(kernels, load_engine("vllm"), layout, modes, 4096)
-    load = most_loaded(layout.model.experts, 1, 4096)
+    load = most_loaded(experts_of("mixtral-8x7b"), 1, 4096)
     products = kernels.experts(load, 4096, 14_336 // 2)
     assert part.products == pytest.approx(products + kernels.product(4096, 4096, 8))
     assert products < 0.6 * kernels.fused_experts(load, 4096, 14_336 // 2)
@@ -72,5 +79,5 @@ def test_wide_experts_have_the_rate_of_tuned_kernels():
 
 def test_a_machine_without_measured_ones_has_its_own_rate():
     kernels = KernelCosts(load_machine("l4x8"), MXFP4)
-    load = most_loaded(MODELS["gpt-oss-20b"].experts, 1, 512)
+    load = most_loaded(experts_of("gpt-oss-20b"), 1, 512)
     assert kernels.fused_experts(load, 2880, 2880) == kernels.experts(load, 2880, 2880)

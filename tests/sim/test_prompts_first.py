@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shiftjax.sim import prompts_first
+from shiftjax.sim.columns import latencies
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import replay
@@ -35,13 +36,13 @@ def test_no_step_has_prompts_and_decodes():
 
 def test_first_tokens_come_sooner_and_the_others_later():
     first, mixed = played(SGLANG).requests, played(MIXED).requests
-    sums = [(sum(r.ttft for r in each), max(r.tpot for r in each)) for each in (first, mixed)]
+    sums = [(sum(latencies(each, "ttft")), max(latencies(each, "tpot"))) for each in (first, mixed)]
     assert sums[0][0] < sums[1][0] and sums[0][1] > sums[1][1]
 
 
 def test_prompts_longer_than_a_step_are_computed_in_chunks_before_any_decode():
     found = played(SGLANG, [TraceRequest(0.0, 100, 40), TraceRequest(0.05, 5000, 4)])
-    sizes = [step.num_tokens for step in found.steps if step.num_tokens > 1 and step.num_decodes < 1]
+    sizes = [step.num_tokens for step in found.steps if step.num_tokens > 1 > step.num_decodes]
     assert sizes == [100, 1024, 1024, 1024, 1024, 904]
 
 
