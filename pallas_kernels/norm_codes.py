@@ -1,0 +1,234 @@
+"""The addition to the residual stream and its norm, as numbers or as codes, for Hopper GPUs.
+
+    total   x + scale * (added + bias)      in the type of x, rounded as each operation is
+    normed  its RMS norm, times a weight    in the type of x
+    codes   of normed: e4m3, with a float32 scale for each row and BLOCK columns
+
+One launch for what XLA makes up to four of: add, norm, largest number, codes. A thread block is one
+warpgroup and takes one row, which stays in its registers, so that a row is read once. What a row
+becomes depends on its width alone: the same bits beside whatever other rows.
+
+A row is cut in pieces. Tiles of 8 and 4 blocks have 8 and 4 columns a thread. What is left is taken
+block by block, by every warp alike; the last block may be half a block.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float8e4m3fn, Float32
+
+from pallas_kernels.mosaic import FP8, store
+
+BLOCK, HALF = 128, 64
+LANES, WARPS = 32, 4
+TILES = 8, 4  # blocks
+LARGEST_CODE = float(jnp.finfo(FP8).max)
+LEAST_SCALED = 1e-20  # a block whose numbers are all smaller becomes zeros
+MOST_WIDTH = 16384  # columns: 128 registers of a thread
+ROWS = "bfloat16", "float16"
+
+Rows = Float[Array, "rows width"]
+Codes = tuple[Float8e4m3fn[Array, "rows width"], Float32[Array, "blocks rows"]]
+
+
+class NormKind(NamedTuple):
+    """What is compiled in."""
+
+    eps: float
+    offset: bool = False  # the weight is 1 more than what is stored
+    in_float32: bool = False  # rounded after the weight is applied, and not before
+    scale: float = 1.0  # of what is added
+    codes: bool = False
+
+
+class Arrays(NamedTuple):
+    """The kernel's arguments in global memory; None is what this call does without."""
+
+    x: Any  # [rows, blocks, BLOCK], or [rows, width] where a block is cut
+    added: Any  # as x
+    bias: Any  # as x, one row
+    weight: Any  # as x, one row
+
+
+class Outputs(NamedTuple):
+    """What it writes."""
+
+    total: Any  # as x; None without something to add
+    normed: Any  # as x
+    scales: Any  # [blocks, rows] float32; None: numbers
+
+
+class Piece(NamedTuple):
+    """Columns of a row that are in registers at once: `blocks` of them, or a half (0)."""
+
+    first: int  # block
+    blocks: int
+
+    @property
+    def layout(self) -> Any:
+        """Where its numbers are in the registers of a warpgroup."""
+        if self.blocks == 8:  # two blocks a warp
+            tiling = plgpu.Tiling(((8, BLOCK), (2, BLOCK), (8,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+        if self.blocks == 4:
+            tiling = plgpu.Tiling(((4, BLOCK), (4,)))
+            return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+        columns = BLOCK if self.blocks else HALF
+        tiling, alike = plgpu.Tiling(((columns,), (columns // LANES,))), plgpu.Replicated(WARPS)
+        return plgpu.Layout.TILED(tiling, warp_dims=(alike,), lane_dims=(-2,), vector_dim=-1)
+
+    def of(self, ref: Any, row: jax.Array | int) -> Any:
+        """Return its part of a row of `Arrays` or `Outputs`."""
+        if self.blocks > 1:
+            return ref.at[row, pl.ds(self.first, self.blocks)]
+        if len(ref.shape) == 3:
+            return ref.at[row, self.first]
+        return ref.at[row, pl.ds(self.first * BLOCK, BLOCK if self.blocks else HALF)]
+
+
+def pieces_of(width: int) -> Iterator[Piece]:
+    """Cut a row; one that ends inside of a block has no tiles."""
+    first, blocks = 0, width // BLOCK
+    for tile in TILES if width % BLOCK == 0 else ():
+        while blocks - first >= tile:
+            yield Piece(first, tile)
+            first += tile
+    yield from (Piece(block, 1) for block in range(first, blocks))
+    if width % BLOCK:
+        yield Piece(blocks, 0)
+
+
+def wrong_norm(x: Any, added: Any, weight: Any) -> list[str]:
+    """Say what the kernel cannot do."""
+    width, wrong = x.shape[-1], []
+    if x.dtype.name not in ROWS:
+        wrong.append(f"rows of {x.dtype}: must be {' or '.join(ROWS)}")
+    if added is not None and (added.dtype != x.dtype or added.shape != x.shape):
+        wrong.append(f"{added.dtype}{added.shape} is added to {x.dtype}{x.shape}")
+    if weight.shape != (width,):
+        wrong.append(f"a weight of {weight.shape} for rows of {width}")
+    if width % HALF or width > MOST_WIDTH:
+        wrong.append(f"rows of {width}: must be a multiple of {HALF}, and at most {MOST_WIDTH}")
+    return wrong
+
+
+def add_norm(
+    x: Rows,
+    added: Rows | None,
+    weight: Float[Array, " width"],
+    kind: NormKind,
+    bias: Float[Array, " width"] | None = None,
+    interpret: Any = False,
+) -> tuple[Rows, Rows | Codes]:
+    """Return the new stream and its norm: numbers, or codes with their scales.
+
+    Raises ValueError for what the kernel cannot do.
+    """
+    if wrong := wrong_norm(x, added, weight):
+        raise ValueError("add_norm: " + "; ".join(wrong))
+    (rows, width), blocks = x.shape, -(-x.shape[1] // BLOCK)
+    cut = (blocks, BLOCK) if width % BLOCK == 0 else (width,)
+
+    def in_blocks(array: Any) -> Any:
+        return None if array is None else array.reshape(-1, *cut)
+
+    arrays, tree = jax.tree.flatten(Arrays(*map(in_blocks, (x, added, bias, weight))))
+    like = jax.ShapeDtypeStruct((rows, *cut), x.dtype)
+    codes = jax.ShapeDtypeStruct((rows, *cut), FP8)
+    scales = jax.ShapeDtypeStruct((blocks, rows), jnp.float32)
+    made = Outputs(None if added is None else like, codes if kind.codes else like, None)
+    made = made._replace(scales=scales if kind.codes else None)
+    shapes, out_tree = jax.tree.flatten(made)
+    written = plgpu.kernel(
+        functools.partial(_norm_kernel, kind, width, (tree, out_tree)),
+        out_type=tuple(shapes),
+        grid=(rows,),
+        grid_names=("row",),
+        kernel_name="add_norm_codes" if kind.codes else "add_norm",
+        interpret=interpret,
+    )(*arrays)
+    out = jax.tree.unflatten(out_tree, written)
+    total = x if added is None else out.total.reshape(x.shape)
+    normed = out.normed.reshape(x.shape)
+    return total, (normed, out.scales) if kind.codes else normed
+
+
+def _norm_kernel(kind: NormKind, width: int, trees: tuple[Any, Any], *refs: Any) -> None:
+    tree, out_tree = trees
+    arrays = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    out = jax.tree.unflatten(out_tree, refs[tree.num_leaves :])
+    row, pieces = lax.axis_index("row"), list(pieces_of(width))
+    rows = [_total(kind, arrays, out, piece, row) for piece in pieces]
+    gain = lax.rsqrt(_squares(pieces, rows) * (1 / width) + kind.eps)
+    for piece, wide in zip(pieces, rows, strict=True):
+        normed = _weighted(kind, wide * gain, _load(arrays.weight, piece, 0), arrays.x.dtype)
+        if out.scales is None:
+            store(piece.of(out.normed, row), normed)
+        else:
+            _put_codes(out, piece, row, normed.astype(jnp.float32))
+
+
+def _load(ref: Any, piece: Piece, row: jax.Array | int) -> jax.Array:
+    return plgpu.load(piece.of(ref, row), layout=piece.layout, optimized=False)
+
+
+def _total(
+    kind: NormKind, arrays: Arrays, out: Outputs, piece: Piece, row: jax.Array
+) -> Float32[Array, "..."]:
+    """Return the new stream as float32, and write it."""
+    x = _load(arrays.x, piece, row)
+    if arrays.added is None:
+        return x.astype(jnp.float32)
+    added, dtype = _load(arrays.added, piece, row).astype(jnp.float32), x.dtype
+    if arrays.bias is not None:
+        bias = _load(arrays.bias, piece, 0).astype(jnp.float32)
+        added = (added + bias).astype(dtype).astype(jnp.float32)
+    if kind.scale != 1:
+        added = (added * kind.scale).astype(dtype).astype(jnp.float32)
+    total = (x.astype(jnp.float32) + added).astype(dtype)
+    store(piece.of(out.total, row), total)
+    return total.astype(jnp.float32)
+
+
+def _squares(pieces: list[Piece], rows: list[jax.Array]) -> Float32[Array, ""]:
+    """Return the sum of squares of a row: piece on piece, then over threads."""
+    by_kind: dict[int, jax.Array] = {}
+    for piece, wide in zip(pieces, rows, strict=True):
+        before = by_kind.get(piece.blocks)
+        by_kind[piece.blocks] = wide * wide if before is None else before + wide * wide
+    sums = (jnp.sum(each, axis=-1) for each in by_kind.values())
+    return functools.reduce(
+        jnp.add, (jnp.sum(each, axis=0) if each.ndim else each for each in sums)
+    )
+
+
+def _weighted(
+    kind: NormKind, normed: jax.Array, weight: jax.Array, dtype: Any
+) -> Float[Array, "..."]:
+    """Return float32 numbers of unit size times the weight, as `models.layers.weighted`."""
+    weight = weight.astype(jnp.float32)
+    if kind.offset:
+        weight = 1.0 + weight
+    if kind.in_float32:
+        return (normed * weight).astype(dtype)
+    weight = weight.astype(dtype).astype(jnp.float32)
+    return (normed.astype(dtype).astype(jnp.float32) * weight).astype(dtype)
+
+
+def _put_codes(out: Outputs, piece: Piece, row: jax.Array, normed: jax.Array) -> None:
+    """Write codes of a piece, in units of the largest number of each block."""
+    most = jnp.max(jnp.abs(normed), axis=-1)
+    scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
+    if piece.blocks > 1:
+        units = lax.broadcast_in_dim(scale, normed.shape, [0])
+        store(out.scales.at[pl.ds(piece.first, piece.blocks), row], scale)
+    else:
+        units = scale
+        out.scales[piece.first, row] = scale
+    store(piece.of(out.normed, row), (normed / units).astype(FP8))
