@@ -14,7 +14,7 @@ The kernels are held against XLA's loops on the same device, on every device at 
 pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
 (`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
 few steps of theirs (`expert_cases`), one with matrices of four bits some products
-(`packed_cases`).
+(`packed_cases`). Norms of the stream are tried, too (`norm_cases`).
 """
 
 import dataclasses
@@ -34,14 +34,16 @@ import numpy as np
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device import expert_cases, packed_cases, sum_cases, write_cases
+from shiftjax.device import expert_cases, norm_cases, packed_cases, sum_cases, write_cases
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.device.norm_cases import NormStep
 from shiftjax.device.packed_cases import PackedStep
 from shiftjax.device.sum_cases import SumStep
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
+from shiftjax.models.norm_backend import NormShape, why_not_normed
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape
 from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.grid import Device
@@ -73,6 +75,7 @@ class Trial:
         tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
         sums = SumShape(*shape["sums"]) if shape.get("sums") else None
         parts = {"experts": experts, "packed": _packed_of(shape), "sums": sums}
+        parts["norm"] = NormShape(*shape["norm"]) if shape.get("norm") else None
         shape = Shape(**shape | tuples | parts)
         cases = fields["cases"]
         chunks = tuple((tokens, context) for tokens, context in cases["chunks"])
@@ -214,6 +217,14 @@ def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device])
     )
 
 
+def try_norm(step: NormStep, shape: NormShape, devices: Sequence[Device]) -> Problem | None:
+    """Run norms of the stream; None: nothing is wrong."""
+    outputs = partial(norm_cases.outputs_of, shape=shape, devices=devices)
+    right = outputs(norm_cases.operations(step, shape))
+    wrong = partial(norm_cases.wrong_with_norms, step=step)
+    return attempt(lambda: outputs(norm_cases.kernels(step, shape)), right, wrong, devices)
+
+
 def try_packed(step: PackedStep, shape: PackedShape, devices: Sequence[Device]) -> Problem | None:
     """Run one product with a matrix of four bits; None: nothing is wrong."""
     outputs = partial(packed_cases.outputs_of, shape=shape, step=step, devices=devices)
@@ -284,6 +295,9 @@ def tries_of(
     if shape.experts is not None and why_not_traced(shape.experts) is None:
         for step in expert_cases.expert_steps(shape.experts.per_token):
             yield step.name, partial(try_experts, step, shape.experts, devices)
+    if shape.norm is not None and why_not_normed(shape.norm) is None:
+        for step in norm_cases.norm_steps(shape.norm):
+            yield step.name, partial(try_norm, step, shape.norm, devices)
     if shape.packed is not None:
         for step in packed_cases.packed_steps(shape.packed):
             yield step.name, partial(try_packed, step, shape.packed, devices)

@@ -29,6 +29,7 @@ from shiftjax.models.attention_backend import AttentionBackend, AttentionNeeds, 
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
+from shiftjax.models.norm_backend import choose_norms
 from shiftjax.models.packed_backend import choose_packed
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
@@ -92,6 +93,7 @@ def define_steps(
                 try_sums,
             ),
         )
+        norms = choose_norms(layout, of_width.formats, attention.name)
         model = define(layout, of_width.formats)
         is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name
@@ -100,7 +102,8 @@ def define_steps(
         used = expert_modes_of(of_width, own)
         for group, mesh in meshes.items():
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
-            found[group] = replace(step, expert_modes=used, packed=packed, sums=sums)
+            kernels = {"packed": packed, "norms": norms, "sums": sums}
+            found[group] = replace(step, expert_modes=used, **kernels)
     return found
 
 

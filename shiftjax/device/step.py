@@ -47,6 +47,7 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
+from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
 from shiftjax.models.speculator import DraftRows
 from shiftjax.models.sum_backend import SUMMED_NORMS, XLA_SUMS, SumBackend
@@ -153,6 +154,7 @@ class StepDef:
     experts: ExpertBackend = XLA_EXPERTS
     expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
     packed: PackedBackend = XLA_PACKED
+    norms: NormBackend = XLA_NORMS
     sums: SumBackend = XLA_SUMS
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
@@ -268,7 +270,8 @@ class StepDef:
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
-        context = context._replace(token_ids=ids, counted=counted, packed=self.packed)
+        context = context._replace(token_ids=ids, counted=counted)
+        context = context._replace(packed=self.packed, norms=self.norms)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)
         context = context._replace(sums=self.sums.open(parallel, x, norms))

@@ -12,7 +12,9 @@ from shiftjax.models.attention import AttentionMetadata, PoolPlace, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
+from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.models.products import Activations, quantise_blocks
 from shiftjax.models.stream import Stream
 from shiftjax.models.sum_backend import OpenSums
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
@@ -51,6 +53,7 @@ class Context(NamedTuple):
     # layer does.
     counted: list[Array] | None = None
     packed: PackedBackend = XLA_PACKED  # of matrices of four bits that are no experts'
+    norms: NormBackend = XLA_NORMS  # of the stream
     sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's
 
 
@@ -135,16 +138,26 @@ def add_norm(
     weight: Float[Array, " hidden"] | None,
     config: ModelConfig,
     context: Context,
-) -> tuple[Stream, Float[Array, "tokens hidden"]]:
+    *,
+    codes: bool = False,
+) -> tuple[Stream, Activations]:
     """Return the new stream, with what is added, and what the next products read: its norm.
 
     What is partial is summed over devices. Without a weight the stream is read as it is; `name` is
-    the norm's in its layer.
+    the norm's in its layer. `codes` says that the next products read codes: they are given such
+    where the backend has them.
     """
-    if weight is not None and context.sums is not None and context.sums.has(stream):
-        return context.sums.add_norm(stream, name, weight, config)
-    x = stream.whole(context.parallel.reduce, config.residual_scale)
-    return Stream(x, before=stream.before), x if weight is None else norm(x, weight, config)
+    sums, norms, reduce = context.sums, context.norms, context.parallel.reduce
+    if weight is not None and sums is not None and sums.has(stream):
+        return sums.add_norm(stream, name, weight, config)
+    codes = codes and norms.gives_codes
+    if weight is not None and norms.add_norm is not None:
+        x, normed = norms.add_norm(stream, weight, reduce, codes)
+    else:
+        x = stream.whole(reduce, config.residual_scale)
+        normed = x if weight is None else norm(x, weight, config)
+        normed = quantise_blocks(normed) if codes and weight is not None else normed
+    return Stream(x, before=stream.before), normed
 
 
 def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[Rope, ...]:

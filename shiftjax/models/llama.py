@@ -46,6 +46,7 @@ from shiftjax.models.layers import (
 )
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
+from shiftjax.models.products import Activations
 from shiftjax.models.speculator import Speculator
 from shiftjax.models.stream import Addend, Stream, scaled
 from shiftjax.models.sum_backend import OpenSums
@@ -68,6 +69,7 @@ class Attention(Part):
     k_norm: nnx.Param
     kv_scale: nnx.Param  # with a KV cache of codes
     sinks: nnx.Param  # with attention_sinks
+    read = "q", "k", "v"
 
     def __init__(self, config: ModelConfig, params: Params, kind: LayerKind):
         super().__init__(config, params)
@@ -86,7 +88,7 @@ class Attention(Part):
         )
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+        self, x: Activations, pool: LayerPool, context: Context
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place, *_ = context
@@ -110,7 +112,7 @@ class Attention(Part):
         return self._output(parallel.gather_heads(out), context), pool
 
     def _heads(
-        self, x: Float[Array, "tokens hidden"], name: str, context: Context
+        self, x: Activations, name: str, context: Context
     ) -> Float[Array, "tokens heads head_dim"]:
         """Project to the q, k or v heads of this device."""
         heads = self._out(x, name, context.packed)
@@ -175,7 +177,7 @@ class SharingAttention(Attention):
     """Attention over the keys and values of an earlier layer."""
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+        self, x: Activations, pool: LayerPool, context: Context
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
@@ -192,7 +194,7 @@ class LateAttention(Attention):
     """Attention of logit rows, in SHIFT, over keys and values that are written already."""
 
     def __call__(
-        self, x: Float[Array, "tokens hidden"], pool: LayerPool, context: Context
+        self, x: Activations, pool: LayerPool, context: Context
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, _, _, place, *_ = context
@@ -270,14 +272,14 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[Stream, LayerPool]:
         """Return the stream and the pool; `given` is the layer's own input, if it has one."""
         config, reduce = self.config, context.parallel.reduce
-        stream, normed = self._entered(stream, "input_norm", context)
+        stream, normed = self._entered(stream, "input_norm", self.attention, context)
         out, pool = self.attention(normed, pool, context)
         stream = replace(stream, addend=self._normed(out, "attention_out_norm", context))
         if config.parallel_block:
             x = stream.whole(reduce, config.residual_scale)
             stream = Stream(x, before=stream.before)
         else:
-            stream, normed = self._entered(stream, "mlp_norm", context)
+            stream, normed = self._entered(stream, "mlp_norm", self.mlp, context)
         beside = (stream.x,) if isinstance(self.mlp, ExpertsBesideMLP) else ()
         out = self.mlp(normed, context, *beside)
         stream = replace(stream, addend=self._normed(out, "mlp_out_norm", context))
@@ -290,12 +292,14 @@ class DecoderLayer(nnx.Module):
         return Stream(x, before=stream.before), pool
 
     def _entered(
-        self, stream: Stream, name: str, context: Context
-    ) -> tuple[Stream, Float[Array, "tokens hidden"]]:
+        self, stream: Stream, name: str, part: Part, context: Context
+    ) -> tuple[Stream, Any]:
         """Return the new stream, and what a part reads of it; all of it without a norm `name`."""
         param = getattr(self, name, None)
         weight = None if param is None else param[...]
-        return add_norm(stream, name, weight, self.config, context)
+        # a parallel block's other part reads the same
+        codes = part.reads_codes and not (self.config.parallel_block and not self.mlp.reads_codes)
+        return add_norm(stream, name, weight, self.config, context, codes=codes)
 
     def _normed(self, out: Addend, name: str, context: Context) -> Addend:
         """Apply a norm that follows a part; as it is where the layer has none of this name."""

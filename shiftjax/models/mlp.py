@@ -9,7 +9,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
-from shiftjax.models.products import gate_with
+from shiftjax.models.products import Activations, gate_with
 from shiftjax.models.stream import Addend
 
 
@@ -22,16 +22,15 @@ class MLP(Part):
     gate_bias: nnx.Param  # with mlp_bias
     up_bias: nnx.Param
     down_bias: nnx.Param
+    read = "gate", "up"
 
-    def __call__(self, x: Float[Array, "tokens hidden"], context: Context) -> Addend:
+    def __call__(self, x: Activations, context: Context) -> Addend:
         """Return what is added to the stream."""
         bias = getattr(self, "down_bias", None)
         bias = None if bias is None else bias[...]
         return Addend(self.partial(x, context), bias, is_partial=True)
 
-    def partial(
-        self, x: Float[Array, "tokens hidden"], context: Context
-    ) -> Float[Array, "tokens hidden"]:
+    def partial(self, x: Activations, context: Context) -> Float[Array, "tokens hidden"]:
         """Return what this device adds to it, without the last bias."""
         packed = context.packed
         gate, up = (self._plus_bias(self._out(x, name, packed), name) for name in ("gate", "up"))

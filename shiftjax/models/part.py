@@ -1,6 +1,6 @@
 """Parts of a model: modules whose weights the weight table has under their names."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
-from shiftjax.models.products import Matrix, project_in, project_out
+from shiftjax.models.products import Activations, Matrix, project_in, project_out
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
 
@@ -18,18 +18,32 @@ Params = dict[str, Any]  # name -> nnx.Param, or the Params of a part
 class Part(nnx.Module):
     """A part of a model, with the weights that the table has under its name."""
 
+    read: ClassVar[tuple[str, ...]] = ()  # matrices that read what the part is given, and only they
+
     def __init__(self, config: ModelConfig, params: Params):
         self.config = config
         for name, param in params.items():
             setattr(self, name, param)
 
+    @property
+    def reads_codes(self) -> bool:
+        """Whether all that the part is given becomes codes, each block in units of its own."""
+        own = [name for name in self.read if hasattr(self, name)]
+        return bool(own) and all(
+            hasattr(self, f"{name}{SCALE}")
+            and not hasattr(self, f"{name}{INPUTS}")
+            and not is_packed(getattr(self, name)[...])
+            for name in own
+        )
+
     def _out(
-        self, x: Float[Array, "tokens in"], name: str, packed: PackedBackend = XLA_PACKED
+        self, x: Activations, name: str, packed: PackedBackend = XLA_PACKED
     ) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
         values = getattr(self, name)[...]
         matrix = self._matrix(name, values.reshape(-1, values.shape[-1]), values.ndim)
-        return project_out(x, matrix, packed).reshape(x.shape[0], *values.shape[:-1])
+        out = project_out(x, matrix, packed)
+        return out.reshape(out.shape[0], *values.shape[:-1])
 
     def _in(
         self, x: Float[Array, "tokens in"], name: str, packed: PackedBackend = XLA_PACKED

@@ -41,6 +41,7 @@ from shiftjax.device.step import StepDef
 from shiftjax.models.attention_backend import choose_attention, xla_attention
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
+from shiftjax.models.norm_backend import choose_norms
 from shiftjax.models.packed_backend import choose_packed
 from shiftjax.models.sum_backend import SumBackend
 from shiftjax.parallel.grid import Device, Mode
@@ -254,6 +255,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         experts=experts,
         expert_modes=ExpertModes(layout, by_bytes(case.formats)),
         packed=choose_packed(layout, case.formats, devices[0], attention.name),
+        norms=choose_norms(layout, case.formats, attention.name),
         sums=SumBackend(case.sums),
         sampler=case.sampler,
     )

@@ -167,38 +167,54 @@ MIXED, MIXED_CODES = CASES["tiles of both sizes, and blocks"], CASES["half a blo
 TILES = CASES["tiles of both sizes, and blocks, codes"]
 FAULTS = {
     "the weight's offset is forgotten": (
-        "if kind.offset:", "if False:", CASES["an offset, rounded once"]
+        "if kind.offset:",
+        "if False:",
+        CASES["an offset, rounded once"],
     ),
     "the sum is not rounded": (
         "return total.astype(jnp.float32)",
-        "return x.astype(jnp.float32) + 1.05 * added", MIXED,
+        "return x.astype(jnp.float32) + 1.05 * added",
+        MIXED,
     ),
     "only what is added is normed": (
-        "    return total.astype(jnp.float32)", "    return added", MIXED
+        "    return total.astype(jnp.float32)",
+        "    return added",
+        MIXED,
     ),
     "what is added is whole": (
-        "if kind.scale != 1:", "if False:", CASES["a bias, and a part of what is added"]
+        "if kind.scale != 1:",
+        "if False:",
+        CASES["a bias, and a part of what is added"],
     ),
     "the bias is forgotten": (
-        "if arrays.bias is not None:", "if False:", CASES["a bias, and a part of what is added"]
+        "if arrays.bias is not None:",
+        "if False:",
+        CASES["a bias, and a part of what is added"],
     ),
     "the mean is of the first pieces alone": (
-        "_squares(pieces, rows) *", "_squares(pieces[:1], rows[:1]) *", MIXED
+        "_squares(pieces, rows) *",
+        "_squares(pieces[:1], rows[:1]) *",
+        MIXED,
     ),
     "the scale is the row's": (
         "most = jnp.max(jnp.abs(normed), axis=-1)",
-        "most = jnp.max(jnp.abs(normed), axis=-1) * 0 + 4.0", TILES,
+        "most = jnp.max(jnp.abs(normed), axis=-1) * 0 + 4.0",
+        TILES,
     ),
     "a scale is that of the next block": (
         "out.scales.at[pl.ds(piece.first, piece.blocks), row]",
-        "out.scales.at[pl.ds(piece.first + 1, piece.blocks), row]", TILES,
+        "out.scales.at[pl.ds(piece.first + 1, piece.blocks), row]",
+        TILES,
     ),
     "the last block is forgotten": (
-        "    if width % BLOCK:\n        yield Piece(blocks, 0)\n", "", MIXED_CODES
+        "    if width % BLOCK:\n        yield Piece(blocks, 0)\n",
+        "",
+        MIXED_CODES,
     ),
     "codes are rounded twice": (
         "(normed / units).astype(FP8)",
-        "(normed / units * 0.9).astype(FP8)", MIXED_CODES,
+        "(normed / units * 0.9).astype(FP8)",
+        MIXED_CODES,
     ),
 }
 
