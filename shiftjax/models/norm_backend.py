@@ -93,10 +93,12 @@ def choose_norms(
         return XLA_NORMS._replace(reason="the model's norms subtract a mean")
     if "pallas" not in attention:
         return XLA_NORMS._replace(reason=f"attention runs as {attention}")
+    if shape.codes and not gives_codes:
+        return XLA_NORMS._replace(reason="XLA makes codes, which it fuses with norms")
     if reason := why_not_normed(shape):
         logger.info("norms and what is added before them are XLA's: %s", reason)
         return XLA_NORMS._replace(reason=reason)
-    return pallas_norms(shape, gives_codes=gives_codes and shape.codes)
+    return pallas_norms(shape, gives_codes=shape.codes)
 
 
 def why_not_normed(shape: NormShape) -> str | None:

@@ -30,14 +30,14 @@ from shiftjax.models.attention_backend import loops_of
 from shiftjax.models.norm_backend import NormShape, choose_norms, norm_shape, pallas_norms
 from shiftjax.parallel.layout import Layout
 
-FP8 = Formats("fp8", "fp8")
+BF16, FP8 = Formats(), Formats("fp8", "fp8")
 SHAPE = NormShape(640, "bfloat16", 1e-5, offset=False, in_float32=False, scale=1.0, codes=True)
 LLAMA = replace(PRESETS["llama-70b"], num_layers=1)
 DEVICES = jax.devices()[:1]
 INTERPRETER = plgpu.InterpretGPUParams(detect_races=True)
 
 
-def chosen(model=LLAMA, formats: Formats = FP8, attention: str = "pallas", **options):
+def chosen(model=LLAMA, formats: Formats = BF16, attention: str = "pallas", **options):
     return choose_norms(Layout(model, 8, 1), formats, attention, **options)
 
 
@@ -47,9 +47,10 @@ def test_the_kernel_runs_where_attention_does():
 
 
 def test_codes_are_given_where_products_read_them():
-    assert not chosen().gives_codes
-    assert chosen(gives_codes=True).gives_codes
-    assert not chosen(formats=Formats(), gives_codes=True).gives_codes
+    assert chosen(formats=FP8, gives_codes=True).gives_codes
+    assert not chosen(gives_codes=True).gives_codes
+    left = chosen(formats=FP8)
+    assert left.name == "xla" and left.reason == "XLA makes codes, which it fuses with norms"
 
 
 def test_other_norms_are_left_to_xla(caplog):
