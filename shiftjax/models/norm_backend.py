@@ -72,7 +72,7 @@ def pallas_norms(
         kind = norm_codes.NormKind(*own, codes=codes)
         added, bias = (None, None) if stream.addend is None else _added(stream.addend, reduce)
         total, normed = norm_codes.add_norm(stream.x, added, weight, kind, bias, interpret)
-        return total, Codes(*normed) if codes else normed
+        return total, Codes(*normed) if isinstance(normed, tuple) else normed
 
     return NormBackend("pallas", add_norm, gives_codes)
 
@@ -93,7 +93,7 @@ def choose_norms(
         return XLA_NORMS._replace(reason="the model's norms subtract a mean")
     if "pallas" not in attention:
         return XLA_NORMS._replace(reason=f"attention runs as {attention}")
-    if shape.codes and not gives_codes:
+    if shape.codes and not (gives_codes and shape.dtype == "bfloat16"):
         return XLA_NORMS._replace(reason="XLA makes codes, which it fuses with norms")
     if reason := why_not_normed(shape):
         logger.info("norms and what is added before them are XLA's: %s", reason)
