@@ -258,7 +258,8 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     arguments = [each for each in taken if each.opcode == "parameter"]
     found = {shape_bytes(each.shape) for each in arguments}
     norms = case.num_layers * case.layout.model.hidden_size * BF16_BYTES
-    assert found == {pool, norms if case.size == "bf16" else scales}
+    weights = norms if case.size == "bf16" else scales
+    assert weights in found <= {pool, weights}
     assert len(taken) >= 6 * case.num_layers
 
 
