@@ -94,8 +94,8 @@ ROWS = (
     ),
     Mutant(
         "residuals are added whole", "configs", "shiftjax/models/layers.py",
-        "stream.whole(context.parallel.reduce, config.residual_scale)",
-        "stream.whole(context.parallel.reduce)",
+        "stream.whole(reduce, config.residual_scale)",
+        "stream.whole(reduce)",
         (TEST_GGUF,), "Granite is another model",
     ),
     Mutant(
