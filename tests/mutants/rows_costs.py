@@ -191,6 +191,18 @@ ROWS: tuple[Mutant, ...] = (
         "long prompts look quicker than any engine computes them",
     ),
     Mutant(
+        "a divided expert is a whole one", "costs", "shiftjax/costs/expert_part.py",
+        "inner = -(-inner // ways)", "inner = inner",
+        ("tests/costs/test_fused_experts.py",),
+        "mixtures of experts on eight devices look as slow as on one",
+    ),
+    Mutant(
+        "no room is kept for answers", "costs", "shiftjax/sim/prompts_first.py",
+        "kept if self._running else num_spared", "num_spared",
+        ("tests/sim/test_prompts_first.py",),
+        "SGLang looks as if it started more than it does",
+    ),
+    Mutant(
         "single kernels are measured hot", "costs", MEASURED,
         "machine = replace(machine, sustained_efficiency=1.0)", "machine = replace(machine)",
         ("tests/sim/test_measured_kernels.py",),
