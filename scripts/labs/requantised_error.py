@@ -4,9 +4,10 @@
 
 Every matrix of the layers is quantised to e4m3 with a scale for each square block, as checkpoints
 of Qwen3-FP8 and DeepSeek are, and what these codes say once more with a scale for each output
-channel, as the engine does it when it loads them. Three relative errors, by root mean squares and
-as the mean over numbers that are not 0 (which is what a start logs and refuses over a limit): of
-blocks, of channels made of the blocks (`added`), and of both; beside them channels made directly.
+channel, as the engine does it with blocks that are not 128 x 128. Three relative errors, by root
+mean squares and as the mean over numbers that are not 0 (which is what a start logs and refuses
+over a limit): of blocks, of channels made of the blocks (`added`), and of both; beside them
+channels made directly.
 NumPy alone; a median and a maximum over matrices.
 """
 
