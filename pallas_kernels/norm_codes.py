@@ -13,7 +13,8 @@ block by block, by every warp alike; the last block may be half a block.
 """
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -92,6 +93,10 @@ class Piece(NamedTuple):
         return ref.at[row, pl.ds(self.first * BLOCK, BLOCK if self.blocks else HALF)]
 
 
+At = tuple[Piece, Any]  # and a row
+Load = Callable[[Any, Piece, Any], jax.Array]  # of an array, a piece of a row
+
+
 def pieces_of(width: int) -> Iterator[Piece]:
     """Cut a row; one that ends inside of a block has no tiles."""
     first, blocks = 0, width // BLOCK
@@ -146,7 +151,7 @@ def add_norm(
     made = made._replace(scales=scales if kind.codes else None)
     shapes, out_tree = jax.tree.flatten(made)
     written = plgpu.kernel(
-        functools.partial(_norm_kernel, kind, width, (tree, out_tree)),
+        functools.partial(_norm_kernel, kind, (tree, out_tree)),
         out_type=tuple(shapes),
         grid=(rows,),
         grid_names=("row",),
@@ -159,15 +164,31 @@ def add_norm(
     return total, (normed, out.scales) if kind.codes else normed
 
 
-def _norm_kernel(kind: NormKind, width: int, trees: tuple[Any, Any], *refs: Any) -> None:
+def _norm_kernel(kind: NormKind, trees: tuple[Any, Any], *refs: Any) -> None:
     tree, out_tree = trees
     arrays = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    out = jax.tree.unflatten(out_tree, refs[tree.num_leaves :])
-    row, pieces = lax.axis_index("row"), list(pieces_of(width))
-    rows = [_total(kind, arrays, out, piece, row) for piece in pieces]
+    norm_row(kind, arrays, jax.tree.unflatten(out_tree, refs[tree.num_leaves :]))
+
+
+def norm_row(
+    kind: NormKind, arrays: Arrays, out: Outputs, load_added: Load | None = None, nth: Any = 0
+) -> None:
+    """Do a thread block's row, in a kernel; `nth` is that of the weight.
+
+    `load_added` loads a piece of what is added. All loads come before the first store: they are
+    under way together.
+    """
+    row, width = lax.axis_index("row"), math.prod(arrays.x.shape[1:])
+    pieces, load_added = list(pieces_of(width)), load_added or _load
+    added: list[Any] = [None] * len(pieces)
+    if arrays.added is not None:
+        added = [load_added(arrays.added, piece, row) for piece in pieces]
+    loaded = [_load(arrays.x, piece, row) for piece in pieces]
+    each = zip(pieces, loaded, added, strict=True)
+    rows = [_total(kind, arrays, out, (piece, row), x, more) for piece, x, more in each]
     gain = lax.rsqrt(_squares(pieces, rows) * (1 / width) + kind.eps)
     for piece, wide in zip(pieces, rows, strict=True):
-        normed = _weighted(kind, wide * gain, _load(arrays.weight, piece, 0), arrays.x.dtype)
+        normed = _weighted(kind, wide * gain, _load(arrays.weight, piece, nth), arrays.x.dtype)
         if out.scales is None:
             store(piece.of(out.normed, row), normed)
         else:
@@ -179,13 +200,13 @@ def _load(ref: Any, piece: Piece, row: jax.Array | int) -> jax.Array:
 
 
 def _total(
-    kind: NormKind, arrays: Arrays, out: Outputs, piece: Piece, row: jax.Array
+    kind: NormKind, arrays: Arrays, out: Outputs, at: At, x: jax.Array, added: jax.Array | None
 ) -> Float32[Array, "..."]:
     """Return the new stream as float32, and write it."""
-    x = _load(arrays.x, piece, row)
-    if arrays.added is None:
+    if added is None:
         return x.astype(jnp.float32)
-    added, dtype = _load(arrays.added, piece, row).astype(jnp.float32), x.dtype
+    piece, row = at
+    added, dtype = added.astype(jnp.float32), x.dtype
     if arrays.bias is not None:
         bias = _load(arrays.bias, piece, 0).astype(jnp.float32)
         added = (added + bias).astype(dtype).astype(jnp.float32)

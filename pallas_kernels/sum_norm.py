@@ -16,7 +16,6 @@ devices meet. Launches of `sum_norm` go without (`skip_device_barrier`).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,27 +26,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.mosaic import FP8
+from pallas_kernels.norm_codes import (
+    BLOCK,
+    MOST_WIDTH,
+    Arrays,
+    NormKind,
+    Outputs,
+    Piece,
+    norm_row,
+)
 
-BLOCK = 128  # inputs that share a scale
-LANES = 32
-WARPS = 4
+STEP = 512  # columns: four blocks, a warp each
 MOST_ROWS = 64  # a thread block each; all of them must be at work at once
 # Of its partial sums that a device sends, in all: 5 us at the 450 GB/s of NVLink on Hopper. What
 # is larger has fewer bytes to move as XLA does it, each device its share and then all of them.
 MOST_SENT = 2 << 20
-MOST_TILES = 16  # of a row, in registers
-LARGEST = float(jnp.finfo(FP8).max)
-LEAST = 1e-20  # of a block: what is smaller becomes zeros
-
-
-class Norm(NamedTuple):
-    """Root-mean-square norm, and what comes before and after it: what is compiled in."""
-
-    eps: float
-    scale: float = 1.0  # of what is added to the stream, rounded once
-    in_float32: bool = False  # the norm is rounded after the weight is applied, not before
-    has_offset: bool = False  # the weight is 1 less than what it stands for
-    has_codes: bool = False  # the result are codes, and a scale for each block of inputs
 
 
 class Meeting(NamedTuple):
@@ -58,14 +51,12 @@ class Meeting(NamedTuple):
     before: Float[Array, "rows width"]  # partial sums that peers may still read
 
 
-class Refs(NamedTuple):
-    """The kernel's arrays; rows are cut into blocks of inputs. None is what this call lacks."""
+class Given(NamedTuple):
+    """What a kernel is given beside counters."""
 
-    partial: Any  # [rows, blocks, BLOCK]
-    x: Any
-    weight: Any  # [norms, blocks, BLOCK]
-    nth: Any  # [1]: which norm; None: the only one
-    before: Any
+    arrays: Arrays
+    nth: Any  # [1]: which of the weights; None: the only one
+    before: Any  # which it does not read
 
 
 def wrong_sum(rows: int, width: int, dtype: Any) -> str | None:
@@ -74,9 +65,9 @@ def wrong_sum(rows: int, width: int, dtype: Any) -> str | None:
         return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
     if rows > MOST_ROWS:
         return f"{rows} rows are more than {MOST_ROWS}"
-    if width % (WARPS * BLOCK):
-        return f"a hidden size of {width} is not a multiple of {WARPS * BLOCK}"
-    if width // (BLOCK * _blocks_of_tile(width)) > MOST_TILES:
+    if width % STEP:
+        return f"a hidden size of {width} is not a multiple of {STEP}"
+    if width > MOST_WIDTH:
         return f"a hidden size of {width} is more than the registers of a thread block hold"
     return None
 
@@ -127,7 +118,7 @@ def sum_norm(
     partial: Float[Array, "rows width"],
     x: Float[Array, "rows width"],
     weight: tuple[Float[Array, " widths"], Int32[Array, ""] | None],
-    norm: Norm,
+    kind: NormKind,
     meeting: Meeting | None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"], *tuple[Any, ...]]:
@@ -147,51 +138,39 @@ def sum_norm(
     cut, nth = weight[0].reshape(-1, blocks, BLOCK), weight[1]
     nth = None if nth is None else nth.reshape(1)
     before = None if meeting is None else meeting.before
-    leaves, tree = jax.tree.flatten(Refs(own, stream, cut, nth, before))
-    given = () if meeting is None else (meeting.counters,)
-    shape = rows, blocks, BLOCK
-    out: tuple[Any, ...] = (jax.ShapeDtypeStruct(shape, x.dtype),)
-    if norm.has_codes:
-        scale = jax.ShapeDtypeStruct((blocks, rows), jnp.float32)
-        out = *out, jax.ShapeDtypeStruct(shape, FP8), scale
-    else:
-        out = *out, *out
+    leaves, tree = jax.tree.flatten(Given(Arrays(stream, own, None, cut), nth, before))
+    counters = () if meeting is None else (meeting.counters,)
+    like = jax.ShapeDtypeStruct(stream.shape, x.dtype)
+    made = Outputs(like, like, None)
+    if kind.codes:
+        scales = jax.ShapeDtypeStruct((blocks, rows), jnp.float32)
+        made = Outputs(like, jax.ShapeDtypeStruct(stream.shape, FP8), scales)
+    shapes, out_tree = jax.tree.flatten(made)
     axes = None if meeting is None else meeting.axes
-    total, values, *scales = plgpu.kernel(
-        functools.partial(_kernel, tree, norm, axes),
-        out_type=out,
+    total, normed, *scales = plgpu.kernel(
+        functools.partial(_kernel, (tree, out_tree), kind, axes),
+        out_type=tuple(shapes),
         grid=(rows,),
         grid_names=("row",),
         kernel_name="sum_norm",
         compiler_params=plgpu.CompilerParams(skip_device_barrier=True),
         interpret=interpret,
-    )(*leaves, *given)
-    return total.reshape(x.shape), values.reshape(x.shape), *scales
+    )(*leaves, *counters)
+    return total.reshape(x.shape), normed.reshape(x.shape), *scales
 
 
-def _kernel(tree: Any, norm: Norm, axes: tuple[str, ...] | None, *refs: Any) -> None:
-    num_out = 3 if norm.has_codes else 2
-    out, ins, row = refs[-num_out:], list(refs[:-num_out]), lax.axis_index("row")
-    load_sum = _load
+def _kernel(
+    trees: tuple[Any, Any], kind: NormKind, axes: tuple[str, ...] | None, *refs: Any
+) -> None:
+    tree, out_tree = trees
+    ins, load_sum = list(refs[: -out_tree.num_leaves]), None
     if axes is not None:
-        _meet(ins.pop().at[row], axes)
+        _meet(ins.pop().at[lax.axis_index("row")], axes)
         load_sum = functools.partial(_sum_of_all, axes)
-    arrays = jax.tree.unflatten(tree, ins)
-    tiles, squares = _added(arrays, load_sum, norm, out[0], row)
-    blocks, nth = arrays.x.shape[1], 0 if arrays.nth is None else arrays.nth[0]
-    gain = lax.rsqrt(squares * (1 / (blocks * BLOCK)) + norm.eps)
-    for here, tile in tiles:
-        weight = _load(arrays.weight.at[nth, here]).astype(jnp.float32)
-        if norm.has_offset:
-            weight = 1.0 + weight
-        normed = tile * gain
-        if not norm.in_float32:
-            normed, weight = (_rounded(one, arrays.x.dtype) for one in (normed, weight))
-        normed = (normed * weight).astype(arrays.x.dtype)
-        if norm.has_codes:
-            _store_codes(normed, out[1:], here, row)
-        else:
-            _store(out[1].at[row, here], normed)
+    given = jax.tree.unflatten(tree, ins)
+    nth = 0 if given.nth is None else given.nth[0]
+    out = jax.tree.unflatten(out_tree, refs[-out_tree.num_leaves :])
+    norm_row(kind, given.arrays, out, load_sum, nth)
 
 
 def _meet(counter: Any, axes: tuple[str, ...]) -> None:
@@ -204,69 +183,7 @@ def _num_devices(axes: tuple[str, ...]) -> int:
     return functools.reduce(lambda number, axis: number * lax.axis_size(axis), axes, 1)
 
 
-def _added(
-    arrays: Refs, load_sum: Callable[[Any], jax.Array], norm: Norm, total: Any, row: jax.Array
-) -> tuple[list[tuple[Any, jax.Array]], jax.Array]:
-    """Store the stream with what is added to it; return it in tiles, and the sum of its squares.
-
-    Every step is rounded as the layers round it.
-    """
-    blocks, dtype = arrays.x.shape[1], arrays.x.dtype
-    size = _blocks_of_tile(blocks * BLOCK)
-    places = [pl.ds(i * size, size) for i in range(blocks // size)]
-    # All loads come before the first store: they are under way together.
-    sums = [load_sum(arrays.partial.at[row, here]) for here in places]
-    own = [_load(arrays.x.at[row, here]) for here in places]
-    tiles, squares = [], jnp.float32(0)
-    for here, added, stream in zip(places, sums, own, strict=True):
-        wide = added.astype(jnp.float32)
-        if norm.scale != 1:
-            wide = _rounded(wide * norm.scale, dtype)
-        both = (stream.astype(jnp.float32) + wide).astype(dtype)
-        _store(total.at[row, here], both)
-        tile = both.astype(jnp.float32)
-        squares = squares + jnp.sum(jnp.sum(tile * tile, axis=1), axis=0)
-        tiles.append((here, tile))
-    return tiles, squares
-
-
-def _sum_of_all(axes: tuple[str, ...], ref: Any) -> jax.Array:
-    """Load a tile of what all devices have together."""
-    both = plgpu.multimem_load_reduce(ref, collective_axes=axes, reduction_op="add")
-    return plgpu.layout_cast(both, _layout(ref.shape[0]))
-
-
-def _load(ref: Any) -> jax.Array:
-    return plgpu.load(ref, layout=_layout(ref.shape[0]), optimized=False)
-
-
-def _store(ref: Any, values: jax.Array) -> None:
-    plgpu.store(ref, values, optimized=False)
-
-
-def _rounded(values: jax.Array, dtype: Any) -> jax.Array:
-    return values.astype(dtype).astype(jnp.float32)
-
-
-def _store_codes(normed: jax.Array, out: tuple[Any, Any], here: Any, row: jax.Array) -> None:
-    """Store codes and scales of a tile: the largest of a block gets the largest code."""
-    codes, scales = out
-    wide = normed.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), LEAST) * (1 / LARGEST)  # as the layers do
-    code = wide / lax.broadcast_in_dim(scale, wide.shape, [0])
-    _store(codes.at[row, here], code.astype(FP8))
-    _store(scales.at[here, row], scale)
-
-
-def _blocks_of_tile(width: int) -> int:
-    """Return how many blocks a thread block has in registers as one tile."""
-    return 2 * WARPS if width % (2 * WARPS * BLOCK) == 0 else WARPS
-
-
-def _layout(blocks: int) -> Any:
-    """Neighbouring numbers in a thread, 16 bytes or 8; a block in half a warp, or a whole one."""
-    if blocks == WARPS:
-        tiling = plgpu.Tiling(((WARPS, BLOCK), (BLOCK // LANES,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-    tiling = plgpu.Tiling(((2 * WARPS, BLOCK), (2, BLOCK), (2 * BLOCK // LANES,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+def _sum_of_all(axes: tuple[str, ...], ref: Any, piece: Piece, row: jax.Array) -> jax.Array:
+    """Load a piece of what all devices have together."""
+    both = plgpu.multimem_load_reduce(piece.of(ref, row), collective_axes=axes, reduction_op="add")
+    return plgpu.layout_cast(both, piece.layout)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.sum_norm import Meeting, Norm, most_rows, open_meetings, sum_norm
+from pallas_kernels.norm_codes import NormKind
+from pallas_kernels.sum_norm import Meeting, most_rows, open_meetings, sum_norm
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.expert_cases import wrong_rows
 from shiftjax.device.mesh import devices_spec, joined_mesh, make_mesh, named
@@ -47,7 +48,7 @@ def sum_steps(shape: SumShape, num_devices: int) -> Iterator[SumStep]:
 
 def kernel(partial: jax.Array, x: jax.Array, weight: jax.Array, meeting: Meeting) -> Any:
     """Sum by the switch."""
-    return sum_norm(partial, x, (weight, None), Norm(EPS), meeting)
+    return sum_norm(partial, x, (weight, None), NormKind(EPS), meeting)
 
 
 def all_reduce(partial: jax.Array, x: jax.Array, weight: jax.Array, meeting: None) -> Any:

@@ -148,9 +148,9 @@ def add_norm(
     where the backend has them.
     """
     sums, norms, reduce = context.sums, context.norms, context.parallel.reduce
-    if weight is not None and sums is not None and sums.has(stream):
-        return sums.add_norm(stream, name, weight, config)
     codes = codes and norms.gives_codes
+    if weight is not None and sums is not None and sums.has(stream):
+        return sums.add_norm(stream, name, weight, config, codes=codes)
     if weight is not None and norms.add_norm is not None:
         x, normed = norms.add_norm(stream, weight, reduce, codes)
     else:

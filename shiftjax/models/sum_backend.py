@@ -69,15 +69,16 @@ class OpenSums(NamedTuple):
 
         `name` is the norm's in its layer. With `codes` it comes as codes.
         """
-        from pallas_kernels.sum_norm import Meeting, Norm, sum_norm
+        from pallas_kernels.norm_codes import NormKind
+        from pallas_kernels.sum_norm import Meeting, sum_norm
 
         assert stream.addend is not None and stream.before is not None
         partial, whole = stream.addend.values, self.norms.get(name)
         given = (weight, None) if whole is None else (whole, self.nth)
-        kind = {"in_float32": config.norm_in_float32, "has_offset": config.norm_offset}
-        norm = Norm(config.rms_norm_eps, config.residual_scale, has_codes=codes, **kind)
+        own = config.norm_offset, config.norm_in_float32, config.residual_scale
+        kind = NormKind(config.rms_norm_eps, *own, codes=codes)
         meeting = Meeting(ALL_AXES, self.counters, stream.before)
-        x, *normed = sum_norm(partial, stream.x, given, norm, meeting)
+        x, *normed = sum_norm(partial, stream.x, given, kind, meeting)
         return Stream(x, before=partial), Codes(*normed) if codes else normed[0]
 
 

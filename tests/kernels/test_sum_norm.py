@@ -11,16 +11,17 @@ import pytest
 from attention_cases import watched_races
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.sum_norm import Norm, most_rows, sum_norm, wrong_sum
+from pallas_kernels.norm_codes import NormKind
+from pallas_kernels.sum_norm import most_rows, sum_norm, wrong_sum
 from shiftjax.models.layers import rms_norm
 from shiftjax.models.products import quantise_blocks
 
 ROWS = 2
 CASES = {
-    "numbers": (1024, Norm(1e-5), False),
-    "codes": (1024, Norm(1e-5, has_codes=True), False),
+    "numbers": (1024, NormKind(1e-5), False),
+    "codes": (1024, NormKind(1e-5, codes=True), False),
     "codes, scale, offset, tiles of 4 blocks, the second norm": (
-        1536, Norm(1e-3, scale=0.22, in_float32=True, has_offset=True, has_codes=True), True
+        1536, NormKind(1e-3, offset=True, in_float32=True, scale=0.22, codes=True), True
     ),
 }  # fmt: skip
 
@@ -44,9 +45,9 @@ def test_it_is_what_layers_compute_to_the_bit(name):
     if norm.scale != 1:
         added = (added.astype(jnp.float32) * norm.scale).astype(x.dtype)
     total = x + added
-    whole = 1.0 + weight.astype(jnp.float32) if norm.has_offset else weight
+    whole = 1.0 + weight.astype(jnp.float32) if norm.offset else weight
     normed = rms_norm(total, whole, norm.eps, in_float32=norm.in_float32)
-    expected = total, *(quantise_blocks(normed) if norm.has_codes else (normed,))
+    expected = total, *(quantise_blocks(normed) if norm.codes else (normed,))
     assert races and not any(each.races_found for each in races)
     for one, right in zip(got, expected, strict=True):
         assert one.dtype == right.dtype
@@ -63,4 +64,4 @@ def test_sums_without_a_kernel_are_named():
     assert most_rows(2, 4096) == 64
     assert "registers" in wrong_sum(8, 32768, jnp.bfloat16)
     with pytest.raises(ValueError, match="sum_norm: activations are float32"):
-        sum_norm(*(jnp.zeros((1, 512)),) * 2, (jnp.zeros(512), None), Norm(1e-5), None)
+        sum_norm(*(jnp.zeros((1, 512)),) * 2, (jnp.zeros(512), None), NormKind(1e-5), None)

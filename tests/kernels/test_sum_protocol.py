@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.sum_norm import Meeting, Norm, open_meetings, sum_norm
+from pallas_kernels.norm_codes import NormKind
+from pallas_kernels.sum_norm import Meeting, open_meetings, sum_norm
 
 pytestmark = pytest.mark.skipif(
     not hasattr(plgpu, "alloc_semaphore"), reason="counters of several launches need jax 0.12"
@@ -48,7 +49,7 @@ def traced(devices: int) -> Launch:
     def three(*partials: jax.Array) -> jax.Array:
         meeting, x = open_meetings(AXES, *SHAPE), partials[0]
         for partial in partials:
-            x, _ = sum_norm(partial, x, (x[0], None), Norm(1e-5), meeting)
+            x, _ = sum_norm(partial, x, (x[0], None), NormKind(1e-5), meeting)
             meeting = Meeting(AXES, meeting.counters, partial)
         return jax.lax.psum(x, AXES)
 

@@ -21,18 +21,18 @@ ROWS = (
     ),
     Mutant(
         "sums are read before devices have met", "sums", KERNEL,
-        "        _meet(ins.pop().at[row], axes)\n        load_sum",
-        "        ins.pop()\n        load_sum",
+        '        _meet(ins.pop().at[lax.axis_index("row")], axes)\n', "        ins.pop()\n",
         PROTOCOL, "a sum is of an earlier layer on some devices",
     ),
     Mutant(
         "every norm is the first layer's", "sums", KERNEL,
-        "0 if arrays.nth is None else arrays.nth[0]", "0",
+        "0 if given.nth is None else given.nth[0]", "0",
         NORM, "texts are plausible and wrong",
     ),
     Mutant(
-        "the largest number of a block is the largest positive one", "sums", KERNEL,
-        "jnp.max(jnp.abs(wide), axis=1)", "jnp.max(wide, axis=1)",
+        "the largest number of a block is the largest positive one", "sums",
+        "pallas_kernels/norm_codes.py",
+        "jnp.max(jnp.abs(normed), axis=-1)", "jnp.max(normed, axis=-1)",
         NORM, "codes of large negative numbers saturate",
     ),
     Mutant(
