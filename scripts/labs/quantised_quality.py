@@ -41,7 +41,8 @@ def judge(
     model: str, texts: Sequence[str], num_windows: int, options: dict
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probability and likeliest token `[windows, places]`, at every place but the first."""
-    llm = LLM(model, max_model_len=WINDOW + 1, max_num_seqs=8, **options)
+    few = {"max_num_seqs": 1, "token_buckets": (WINDOW,)}  # programs to compile
+    llm = LLM(model, max_model_len=WINDOW + 1, **few, **options)
     assert llm.tokenizer is not None
     ids = [llm.tokenizer.encode(text)[: num_windows * WINDOW] for text in texts]
     starts = ((each, start) for each in ids for start in range(0, len(each), WINDOW))
