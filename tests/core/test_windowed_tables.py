@@ -140,3 +140,16 @@ def test_who_has_to_run_undisturbed_is_given_all_that_it_may_need():
     outcomes = generate(engine, *requests)
     preempted = [outcomes[f"r{n}", 0].last.metrics.num_preemptions for n in range(4)]
     assert max(preempted) == 1
+
+
+def test_who_comes_back_from_the_host_has_the_blocks_of_each_group():
+    options = {"num_blocks": 41, "preemption": "swap", "num_host_blocks": 200}
+    engine = one_of((None, 4, 4), watermark=0.0, prefix_caching=False, **options)
+    requests = [
+        make_request(f"r{n}", PROMPT[n : n + 12], max_tokens=30, ignore_eos=True) for n in (0, 1)
+    ]
+    outcomes = generate(engine, *requests)
+    for number, request in enumerate(requests):
+        expected, _ = reference(engine, request, number, 0)
+        assert outcomes[request.request_id, 0].token_ids == expected
+    assert engine.stats().num_preemptions["swap"] > 0
