@@ -194,8 +194,8 @@ def _out_type(problem: Problem) -> list[jax.ShapeDtypeStruct]:
 
 
 def _kernel(problem: Problem, tree: Any, *refs: Any) -> None:
-    *refs, shared = refs
-    inputs, out = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
+    *arrays, shared = refs
+    inputs, out = jax.tree.unflatten(tree, arrays[: tree.num_leaves]), arrays[tree.num_leaves :]
 
     def compute(me: jax.Array) -> None:
         _compute(Worker(problem, inputs, tuple(out), shared, me))
@@ -288,14 +288,15 @@ def _block_scales(worker: Worker, item: Item, k: jax.Array) -> tuple[Any, ...]:
     step = item.split * problem.steps + (jnp.minimum(k, problem.steps - 1) if problem.few else k)
 
     def read(i: int) -> jax.Array:
-        column = item.column
+        column, blocks = item.column, matrices[i].blocks
+        assert blocks is not None, "all parts have scales of blocks, or none"
         if len(problem.outs) > 1:
             first, end = problem.firsts[i : i + 2]
             column = jnp.clip(column - first, 0, end - first - 1)
         if item.expert is not None:
-            return matrices[i].blocks[item.expert, column, step]
+            return blocks[item.expert, column, step]
         place = (step, column) if problem.is_row_parallel else (column, step)
-        return matrices[i].blocks[place]
+        return blocks[place]
 
     if len(problem.outs) == 1:
         return tuple(read(part) for part in range(problem.parts))
