@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.mosaic.gpu import core as mosaic
 from jax.sharding import Mesh
 
 TARGETS = Path(__file__).parent.parent.parent / "serving" / "targets"
@@ -152,7 +153,7 @@ def compile_for(mesh: Mesh, function: Callable, *arguments: Any, **jit_options: 
     """Compile `function` for the devices of `mesh`; a register spill is an error.
 
     `arguments` are shapes with shardings (`on_device`). Kernels come in the order of compilation;
-    one that this process has compiled before may be missing.
+    one that this test file has compiled before may be missing.
     """
     with jax.set_mesh(mesh), _mosaic_report() as report:
         executable = jax.jit(function, **jit_options).lower(*arguments).compile(NO_SPILLS)
@@ -204,6 +205,21 @@ def _printed(report: Path) -> str:
     sys.stdout.flush()
     return report.read_text(errors="replace")
 
+
+class HashesOfFile(SimpleNamespace):
+    """`hashlib` for Mosaic, which compiles a kernel once a process and says nothing of it again.
+
+    Its names of kernels depend on the test file, so that what one has compiled is new to others.
+    """
+
+    @staticmethod
+    def sha256(data: bytes) -> Any:
+        """The hash of a kernel as a file of tests has it."""
+        file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+        return hashlib.sha256(data + file.encode())
+
+
+mosaic.hashlib = HashesOfFile()
 
 # ---------------------------------------------------------------- kept between runs
 

@@ -20,7 +20,7 @@ WIDTHS = {
     "the widest": 16384,
 }
 # Registers of a thread. Up to 128 four rows are at work on a multiprocessor at once.
-MOST_REGISTERS = {8192: 128, 16384: 184}
+MOST_REGISTERS = {8192: 128, 16384: 208}  # a row is read whole before it is written
 
 
 # Each kernel for one chip alone: of what a process compiles again nothing is said.
