@@ -101,6 +101,7 @@ def wrong_block(
             wrong.append(f"x of {inputs} inputs, weights of {own}, {steps} scales of a token")
         if inputs % SEGMENT or own % SEGMENT:
             wrong.append(f"{inputs} and {own} inputs must be multiples of {SEGMENT}")
+        wrong += _wrong_scales(matrix, steps)
         if values.shape[-2] % CHANNELS:
             wrong.append(f"{values.shape[-2]} outputs must be a multiple of {CHANNELS}")
     kinds = {len(matrix.values.shape) for matrix in matrices}
@@ -115,6 +116,16 @@ def wrong_block(
     if result.quantised and (outs[0] % PART or (result.gate is None and len(outs) > 1)):
         wrong.append(f"codes are of one result, of a multiple of {PART} channels, not {outs}")
     return wrong if config is None else wrong + _wrong_config(steps, matrices, result, config)
+
+
+def _wrong_scales(matrix: BlockMatrix, steps: int) -> list[str]:
+    if matrix.blocks is None:
+        return []
+    wanted = (-(-matrix.values.shape[-2] // PART), steps)
+    wanted = wanted[::-1] if len(matrix.values.shape) == 3 else wanted
+    if matrix.blocks.shape == wanted:
+        return []
+    return [f"scales {matrix.blocks.shape} are not of {PART} outputs and a block: {wanted}"]
 
 
 def _wrong_config(

@@ -17,7 +17,8 @@ from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
-from shiftjax.models.expert_backend import GATES, ExpertShape
+from shiftjax.models.expert_backend import ExpertShape
+from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
 

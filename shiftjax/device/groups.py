@@ -30,7 +30,7 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.packed_backend import choose_packed
+from shiftjax.models.product_backend import choose_products
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
@@ -79,7 +79,7 @@ def define_steps(
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
-        packed = choose_packed(layout, of_width.formats, own, attention.name)
+        products = choose_products(layout, of_width.formats, own, attention.name)
         groups = grid.groups(width)
         meshes = {group: group_mesh(devices, grid, group) for group in groups}
         try_sums = None if check is None else partial(_try_sums, of_width, check)
@@ -102,7 +102,7 @@ def define_steps(
         used = expert_modes_of(of_width, own)
         for group, mesh in meshes.items():
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
-            kernels = {"packed": packed, "norms": norms, "sums": sums}
+            kernels = {"products": products, "norms": norms, "sums": sums}
             found[group] = replace(step, expert_modes=used, **kernels)
     return found
 

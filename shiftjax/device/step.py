@@ -48,7 +48,7 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.layers import Context, LogitRows, rope_tables
 from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
-from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.speculator import DraftRows
 from shiftjax.models.sum_backend import SUMMED_NORMS, XLA_SUMS, SumBackend
 from shiftjax.parallel.grid import Mode
@@ -153,7 +153,7 @@ class StepDef:
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
     expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
-    packed: PackedBackend = XLA_PACKED
+    products: Products = XLA_PRODUCTS
     norms: NormBackend = XLA_NORMS
     sums: SumBackend = XLA_SUMS
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
@@ -271,7 +271,7 @@ class StepDef:
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted)
-        context = context._replace(packed=self.packed, norms=self.norms)
+        context = context._replace(products=self.products, norms=self.norms)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)
         context = context._replace(sums=self.sums.open(parallel, x, norms))

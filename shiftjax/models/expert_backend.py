@@ -10,28 +10,22 @@ What keeps a machine from running attention's kernels keeps it from running thes
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gates import GELU_TANH, SILU, Gate
 from pallas_kernels.grouped_work import ExpertWeights, Routed
 from shiftjax.arch.config import Activation, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.gpu_software import what_tracing_says
+from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
-GATES: Mapping[Activation, Gate] = {
-    "silu": SILU,
-    "gelu_tanh": GELU_TANH,
-    "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
-}
 
 
 class ExpertBackend(NamedTuple):

@@ -13,7 +13,7 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
-from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.products import Activations, quantise_blocks
 from shiftjax.models.stream import Stream
 from shiftjax.models.sum_backend import OpenSums
@@ -52,7 +52,7 @@ class Context(NamedTuple):
     # Layers of experts append the pairs that this device computes with each of its own; None: no
     # layer does.
     counted: list[Array] | None = None
-    packed: PackedBackend = XLA_PACKED  # of matrices of four bits that are no experts'
+    products: Products = XLA_PRODUCTS  # with matrices that are no experts'
     norms: NormBackend = XLA_NORMS  # of the stream
     sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's
 

@@ -92,8 +92,9 @@ class Attention(Part):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place, *_ = context
-        q, k = self._heads(x, "q", context), self._heads(x, "k", context)
-        v = k if self.kind.keys_are_values else self._heads(x, "v", context)
+        names = ("q", "k") if self.kind.keys_are_values else ("q", "k", "v")
+        q, k, *others = self._heads(x, names, context)
+        v = others[0] if others else k
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, parallel)
         elif self.config.qk_norm:
@@ -112,13 +113,14 @@ class Attention(Part):
         return self._output(parallel.gather_heads(out), context), pool
 
     def _heads(
-        self, x: Activations, name: str, context: Context
-    ) -> Float[Array, "tokens heads head_dim"]:
+        self, x: Activations, names: tuple[str, ...], context: Context
+    ) -> list[Float[Array, "tokens heads head_dim"]]:
         """Project to the q, k or v heads of this device."""
-        heads = self._out(x, name, context.packed)
+        heads = self._outs(x, names, context.products)
         if not self.config.attention_bias:
             return heads
-        return heads + getattr(self, f"{name}_bias")[...][None]
+        biases = (getattr(self, f"{name}_bias")[...][None] for name in names)
+        return [out + bias for out, bias in zip(heads, biases, strict=True)]
 
     def _rotated(
         self, x: Float[Array, "tokens heads head_dim"], context: Context
@@ -168,7 +170,7 @@ class Attention(Part):
 
     def _output(self, out: Float[Array, "tokens heads head_dim"], context: Context) -> Addend:
         """Project the heads of this device back."""
-        partial = self._in(out.reshape(out.shape[0], -1), "o", context.packed)
+        partial = self._in(out.reshape(out.shape[0], -1), "o", context.products)
         bias = self.o_bias[...] if self.config.output_bias else None
         return Addend(partial, bias, is_partial=True)
 
@@ -181,7 +183,7 @@ class SharingAttention(Attention):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
-        q = self._heads(x, "q", context)
+        (q,) = self._heads(x, ("q",), context)
         if self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
         parallel = parallel.of_heads(self.heads)
@@ -198,7 +200,8 @@ class LateAttention(Attention):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, _, _, place, *_ = context
-        q = self._rotated(self._heads(x, "q", context), context)
+        (q,) = self._heads(x, ("q",), context)
+        q = self._rotated(q, context)
         own = metadata.block_tables, metadata.work, self.terms(place)
         out = backend.attend_rows(q, pool, *own)
         return self._output(out, context), pool
@@ -228,7 +231,7 @@ class SwiftKV(Part):
         are heads, then layers (keys of all, values of all).
         """
         x = norm(hidden, self.norm[...], self.config)
-        kv = self._out(x, "kv", context.packed)
+        kv = self._out(x, "kv", context.products)
         if self.config.attention_bias:
             kv = kv + self.kv_bias[...][None]
         keys, values = jnp.split(kv, 2, axis=2)

@@ -9,7 +9,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
-from shiftjax.models.products import Activations, gate_with
+from shiftjax.models.products import Activations, gate_with, project_gated
 from shiftjax.models.stream import Addend
 
 
@@ -32,13 +32,15 @@ class MLP(Part):
 
     def partial(self, x: Activations, context: Context) -> Float[Array, "tokens hidden"]:
         """Return what this device adds to it, without the last bias."""
-        packed = context.packed
-        gate, up = (self._plus_bias(self._out(x, name, packed), name) for name in ("gate", "up"))
-        return self._in(gate_with(self.config.activation, gate, up), "down", packed)
-
-    def _plus_bias(self, x: Float[Array, "tokens out"], name: str) -> Float[Array, "tokens out"]:
-        bias = getattr(self, f"{name}_bias", None)
-        return x if bias is None else x + bias[...][None]
+        products, activation = context.products, self.config.activation
+        if hasattr(self, "gate_bias"):
+            gate, up = self._outs(x, ("gate", "up"), products)
+            biases = self.gate_bias[...][None], self.up_bias[...][None]
+            inner = gate_with(activation, gate + biases[0], up + biases[1])
+        else:
+            matrices = self._column("gate"), self._column("up")
+            inner = project_gated(x, matrices, self._row("down"), activation, products)
+        return self._in(inner, "down", products)
 
 
 class OwnExperts(Part):

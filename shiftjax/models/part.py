@@ -7,8 +7,8 @@ from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
-from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
-from shiftjax.models.products import Activations, Matrix, project_in, project_out
+from shiftjax.models.product_backend import XLA_PRODUCTS, Products
+from shiftjax.models.products import Activations, Matrix, project_in, project_joined
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
 
@@ -37,22 +37,33 @@ class Part(nnx.Module):
         )
 
     def _out(
-        self, x: Activations, name: str, packed: PackedBackend = XLA_PACKED
+        self, x: Activations, name: str, products: Products = XLA_PRODUCTS
     ) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
-        values = getattr(self, name)[...]
-        matrix = self._matrix(name, values.reshape(-1, values.shape[-1]), values.ndim)
-        out = project_out(x, matrix, packed)
-        return out.reshape(out.shape[0], *values.shape[:-1])
+        return self._outs(x, (name,), products)[0]
+
+    def _outs(
+        self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
+    ) -> list[Float[Array, "..."]]:
+        """Multiply by column-parallel matrices, in one launch where that can be."""
+        outs = project_joined(x, tuple(map(self._column, names)), products)
+        sizes = (getattr(self, name)[...].shape[:-1] for name in names)
+        return [out.reshape(out.shape[0], *size) for out, size in zip(outs, sizes, strict=True)]
 
     def _in(
-        self, x: Float[Array, "tokens in"], name: str, packed: PackedBackend = XLA_PACKED
+        self, x: Activations, name: str, products: Products = XLA_PRODUCTS
     ) -> Float[Array, "tokens out"]:
         """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
+        return project_in(x, self._row(name), products)
+
+    def _column(self, name: str) -> Matrix:
+        values = getattr(self, name)[...]
+        return self._matrix(name, values.reshape(-1, values.shape[-1]), values.ndim)
+
+    def _row(self, name: str) -> Matrix:
         values = getattr(self, name)[...]
         kept = 2 if hasattr(self, f"{name}{SCALE}") else 1
-        values = values.reshape(-1, *values.shape[-kept:])
-        return project_in(x, self._matrix(name, values, 2), packed)
+        return self._matrix(name, values.reshape(-1, *values.shape[-kept:]), 2)
 
     def _matrix(self, name: str, values: Array, of_blocks: int) -> Matrix:
         """Return a matrix with its scales, and with what its inputs are in units of, if it is.

@@ -7,7 +7,8 @@ alone (`parallel/blocks.py`): neither the other tokens of a step, nor its mode, 
 devices changes a code. Weights have a scale for each output channel, or for each block of a
 checkpoint that has such.
 
-This is the XLA version: what CPUs run, and what kernels are compared with. A number is its code
+Kernels multiply codes where they can (`product_backend.py`). What is here is the XLA version: what
+CPUs run, and what kernels are compared with. A number is its code
 times its scale, rounded to bfloat16, which changes it far less than the code does; where results
 are float32, nothing is rounded. Sums are float32.
 """
@@ -16,13 +17,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Real
 
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
-from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend
+from shiftjax.models.product_backend import XLA_PRODUCTS, Gated, Products
 from shiftjax.parallel.blocks import BLOCK
 
 CODE = jnp.float8_e4m3fn
@@ -125,10 +127,10 @@ def in_blocks(codes: Real[Array, "out inputs"], num_blocks: int) -> Real[Array, 
 def project_out(
     x: Activations,
     matrix: Matrix,
-    packed: PackedBackend = XLA_PACKED,
+    products: Products = XLA_PRODUCTS,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
-    """Multiply by a column-parallel matrix, one of four bits with `packed`.
+    """Multiply by a column-parallel matrix, with the backends of `products`.
 
     The result is of `dtype`; None: of the type of x, or bfloat16 if that is codes.
     """
@@ -137,7 +139,10 @@ def project_out(
         x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
         if matrix.scale is None:
             return jnp.einsum("ti,oi->to", x, matrix.values).astype(out_type)
-        return packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+        return products.packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+    codes = codes_for(x, matrix)
+    if (out := products.codes.multiply(codes, (matrix[:2],), out_type)) is not None:
+        return out
     wide = _type_of_numbers(out_type)
     values = matrix.values
     if matrix.scale.ndim == 1:
@@ -147,7 +152,7 @@ def project_out(
         scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[0], axis=0)
         scale = jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]
         weight, of_channels = (values.astype(jnp.float32) * scale).astype(wide), None
-    x = numbers(codes_for(x, matrix), BLOCK, wide)
+    x = numbers(codes, BLOCK, wide)
     out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
     return (out if of_channels is None else out * of_channels[None]).astype(out_type)
 
@@ -155,7 +160,7 @@ def project_out(
 def project_in(
     x: Activations,
     matrix: Matrix,
-    packed: PackedBackend = XLA_PACKED,
+    products: Products = XLA_PRODUCTS,
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
     """Multiply by a row-parallel matrix; the result, of `dtype`, wants an all-reduce."""
@@ -164,7 +169,10 @@ def project_in(
         x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
         if matrix.scale is None:
             return jnp.einsum("ti,io->to", x, matrix.values).astype(out_type)
-        return packed.into(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+        return products.packed.into(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+    codes = codes_for(x, matrix)
+    if (out := products.codes.multiply(codes, (matrix[:2],), out_type)) is not None:
+        return out
     wide = _type_of_numbers(out_type)
     num_blocks, outputs, block = matrix.values.shape
     if matrix.scale.ndim == 1:
@@ -173,7 +181,7 @@ def project_in(
         scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[1], axis=1)
         weight = (matrix.values.astype(jnp.float32) * scale[..., None]).astype(wide)
         of_channels = None
-    x = numbers(codes_for(x, matrix), block, wide)
+    x = numbers(codes, block, wide)
     out = _by_blocks(x.reshape(x.shape[0], num_blocks, block), weight)
     return (out if of_channels is None else out * of_channels[None]).astype(out_type)
 
@@ -200,6 +208,52 @@ def _result_type(x: Activations, dtype: DTypeLike | None) -> DTypeLike:
 def _type_of_numbers(dtype: DTypeLike) -> DTypeLike:
     """Return what codes become before they are multiplied, for results of a type."""
     return jnp.float32 if jnp.dtype(dtype) == jnp.float32 else jnp.bfloat16
+
+
+def project_joined(
+    x: Activations,
+    matrices: tuple[Matrix, ...],
+    products: Products = XLA_PRODUCTS,
+    dtype: DTypeLike | None = None,
+) -> list[Float[Array, "tokens out"]]:
+    """Multiply by column-parallel matrices: in one launch, where they are codes and it can be."""
+    out_type = _result_type(x, dtype)
+    if len(matrices) > 1 and _are_alike(x, matrices):
+        codes, own = codes_for(x, matrices[0]), tuple(matrix[:2] for matrix in matrices)
+        if (out := products.codes.multiply(codes, own, out_type)) is not None:
+            ends = np.cumsum([matrix.values.shape[0] for matrix in matrices])
+            return jnp.split(out, ends[:-1], axis=1)
+        x = codes
+    return [project_out(x, matrix, products, out_type) for matrix in matrices]
+
+
+def project_gated(
+    x: Activations,
+    gate_and_up: tuple[Matrix, Matrix],
+    down: Matrix,
+    activation: Activation,
+    products: Products = XLA_PRODUCTS,
+) -> Float[Array, "tokens width"] | Codes:
+    """Return what `down` multiplies: activation(gate x) * up x, perhaps as codes already."""
+    out_type = _result_type(x, None)
+    if _are_alike(x, gate_and_up):
+        are_codes = _are_codes(down) and down.inputs is None and block_of(down) == BLOCK
+        own = gate_and_up[0][:2], gate_and_up[1][:2]
+        codes = codes_for(x, gate_and_up[0])
+        out = products.codes.gated(codes, own, Gated(activation, are_codes), out_type)
+        if out is not None:
+            return Codes(*out) if are_codes else out
+    return gate_with(activation, *project_joined(x, gate_and_up, products))
+
+
+def _are_codes(matrix: Matrix) -> bool:
+    return matrix.scale is not None and not is_packed(matrix.values)
+
+
+def _are_alike(x: Activations, matrices: tuple[Matrix, ...]) -> bool:
+    """Whether matrices multiply the same codes: none has a fixed scale of inputs of its own."""
+    given = isinstance(x, Codes)
+    return all(_are_codes(each) and (given or each.inputs is None) for each in matrices)
 
 
 def gate_with(

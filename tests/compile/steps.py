@@ -42,7 +42,7 @@ from shiftjax.models.attention_backend import choose_attention, xla_attention
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.packed_backend import choose_packed
+from shiftjax.models.product_backend import choose_products
 from shiftjax.models.sum_backend import SumBackend
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
@@ -254,7 +254,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         gpu_options=_options(devices[0], case.gpu_options),
         experts=experts,
         expert_modes=ExpertModes(layout, by_bytes(case.formats)),
-        packed=choose_packed(layout, case.formats, devices[0], attention.name),
+        products=choose_products(layout, case.formats, devices[0], attention.name),
         norms=choose_norms(layout, case.formats, attention.name),
         sums=SumBackend(case.sums),
         sampler=case.sampler,

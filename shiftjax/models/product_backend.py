@@ -1,0 +1,210 @@
+"""Which products matrices of codes have that are no experts': a table, chosen at build time.
+
+    xla       numbers of the codes, multiplied by XLA (`products.py`): every platform and shape
+    pallas    Mosaic kernels (`pallas_kernels/block_product.py`), where attention runs as kernels;
+              matrices whose sizes they have not are left to XLA
+
+The kernels multiply e4m3 codes as they are. One launch takes q, k and v, and one gate and up with
+what follows; that one can give codes for the product after it.
+"""
+
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.gates import GELU_TANH, SILU, Gate
+from shiftjax.arch.config import Activation
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
+from shiftjax.models.gpu_software import what_tracing_says
+from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend, choose_packed
+from shiftjax.parallel.blocks import BLOCK
+from shiftjax.parallel.grid import Device
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import SCALE, stored_weights
+
+logger = logging.getLogger(__name__)
+TRACED_TOKENS = 8
+GATES: Mapping[Activation, Gate] = {
+    "silu": SILU,
+    "gelu_tanh": GELU_TANH,
+    "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
+}
+# Codes and scales: of activations, `[tokens, in]` and `[blocks, tokens]`; of a matrix as
+# `products.Matrix` has them.
+Coded = tuple[jax.Array, jax.Array]
+
+
+class Gated(NamedTuple):
+    """What follows a product with gate and up."""
+
+    activation: Activation
+    are_codes: bool  # that come out, with a scale for each token and BLOCK channels
+
+
+class ProductBackend(NamedTuple):
+    """One implementation of products of codes."""
+
+    name: str
+    # (x, matrices, type) -> [tokens, channels] of all matrices; None: XLA multiplies.
+    multiply: Callable[[Coded, tuple[Coded, ...], DTypeLike], jax.Array | None]
+    # (x, gate and up, what follows, type) -> numbers, or codes and scales; None: XLA multiplies.
+    gated: Callable[[Coded, tuple[Coded, ...], Gated, DTypeLike], Any]
+    reason: str = ""  # why this one was chosen
+
+
+XLA_CODES = ProductBackend("xla", lambda *_: None, lambda *_: None)
+
+
+class Products(NamedTuple):
+    """The products of a step, with matrices that are no experts'."""
+
+    packed: PackedBackend = XLA_PACKED  # of four bits
+    codes: ProductBackend = XLA_CODES  # of e4m3
+
+
+XLA_PRODUCTS = Products()
+
+
+class CodeMatrix(NamedTuple):
+    """A device's part of a matrix of codes."""
+
+    outputs: int
+    inputs: int
+    block: int  # of a row-parallel one; 0: column-parallel
+    scales: int  # of outputs, that blocks of them share; 0: of channels
+
+    def __str__(self) -> str:
+        return f"{self.outputs} x {self.inputs}{' in blocks' if self.block else ''}"
+
+
+class CodeShape(NamedTuple):
+    """The matrices of codes of a device, in all modes, as kernels see them."""
+
+    matrices: tuple[CodeMatrix, ...]
+    dtype: str  # of activations; a name of `arch.formats`
+
+    def arrays(self, matrix: CodeMatrix, tokens: int) -> tuple[Any, Any]:
+        """Codes and scales of activations, and of the matrix, as shapes."""
+        outputs, inputs, block, scales = matrix
+        blocks = -(-inputs // (block or BLOCK))
+        size = (blocks, outputs, block) if block else (outputs, inputs)
+        of_blocks = (blocks, scales) if block else (scales, blocks)
+        code, make = FORMATS["fp8"].dtype, jax.ShapeDtypeStruct
+        x = make((tokens, inputs), code), make((blocks, tokens), jnp.float32)
+        return x, (make(size, code), make(of_blocks if scales else (outputs,), jnp.float32))
+
+
+def code_shape(layout: Layout, formats: Formats) -> CodeShape | None:
+    """Return the matrices of codes of a layout; None: none that is no expert's has such."""
+    if not formats.has_codes_of_inputs or FORMATS[formats.weights].of_experts:
+        return None
+    stored, found = {weight.name: weight for weight in stored_weights(layout, formats)}, set()
+    for weight in stored.values():
+        axis = weight.axes[0]
+        if weight.kind != "codes" or axis == "experts":
+            continue
+        scale = stored[f"{weight.name}{SCALE}"]
+        for mode in layout.modes:
+            used = layout.used_in(weight, mode, layout.shift)
+            rows = weight.shape[0] if axis is None else layout.shard_rows(axis, used)
+            own = rows, *weight.shape[1:]
+            if weight.transposed:
+                *blocks, outputs, block = own
+                scales = scale.shape[-1] if len(scale.shape) > 1 else 0
+                found.add(CodeMatrix(outputs, math.prod(blocks) * block, block, scales))
+            else:
+                of_blocks = len(scale.shape) == len(own)
+                share = math.prod(weight.shape[:-1]) // math.prod(scale.shape[:-1])
+                outputs = math.prod(own[:-1])
+                found.add(CodeMatrix(outputs, own[-1], 0, outputs // share if of_blocks else 0))
+    return CodeShape(tuple(sorted(found)), formats.activations)
+
+
+def pallas_codes(device: Device) -> ProductBackend:
+    """Return the kernels."""
+    from pallas_kernels.block_problem import BlockCodes, BlockMatrix, Result, block_config
+    from pallas_kernels.block_product import block_product, wrong_block
+
+    config = block_config
+    if cores := getattr(device, "core_count", None):  # not every device says
+        config = functools.partial(config, cores=cores)
+
+    def run(x: Coded, matrices: tuple[Coded, ...], result: Result) -> Any:
+        codes, of_kernel = BlockCodes(*x), tuple(map(matrix_of, matrices))
+        if wrong_block(codes, of_kernel, result):
+            return None
+        own = config(codes, of_kernel, result)
+        out = block_product(codes, of_kernel, result, own)
+        if own.splits == 1:
+            return out
+        channels = sum(matrix.values.shape[-2] for matrix in of_kernel)
+        return out.sum(axis=0)[:channels, : x[0].shape[0]].T.astype(result.dtype)
+
+    def matrix_of(matrix: Coded) -> BlockMatrix:
+        values, scale = matrix
+        return BlockMatrix(values, scale) if scale.ndim == 1 else BlockMatrix(values, blocks=scale)
+
+    def multiply(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
+        return run(x, matrices, Result(dtype))
+
+    def gated(x: Coded, matrices: tuple[Coded, ...], after: Gated, dtype: DTypeLike) -> Any:
+        return run(x, matrices, Result(dtype, GATES[after.activation], after.are_codes))
+
+    return ProductBackend("pallas", multiply, gated)
+
+
+def choose_products(layout: Layout, formats: Formats, device: Device, attention: str) -> Products:
+    """Return the backends of all products, where attention runs as `attention`."""
+    how = layout, formats, device, attention
+    return Products(choose_packed(*how), choose_codes(*how))
+
+
+def choose_codes(
+    layout: Layout, formats: Formats, device: Device, attention: str
+) -> ProductBackend:
+    """Return the kernels if `attention`, by name, are kernels and some matrix allows it.
+
+    Warns of matrices that XLA multiplies beside kernels, and says why.
+    """
+    shape = code_shape(layout, formats)
+    if shape is None or not shape.matrices:
+        return XLA_CODES._replace(reason="no matrix has codes")
+    if "pallas" not in attention:
+        return XLA_CODES._replace(reason=f"attention runs as {attention}")
+    reasons = {matrix: why_not_codes(shape, matrix) for matrix in shape.matrices}
+    left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
+    if not left:
+        return pallas_codes(device)
+    reason = next(iter(left.values()))
+    logger.warning(
+        "%d of %d sizes of matrices of codes on %s are widened and multiplied by XLA, several "
+        "times slower than by the kernels: %s: %s",
+        len(left),
+        len(reasons),
+        device.device_kind,
+        ", ".join(map(str, left)),
+        reason,
+    )
+    if len(left) == len(reasons):
+        return XLA_CODES._replace(reason=reason)
+    return pallas_codes(device)._replace(reason=reason)
+
+
+def why_not_codes(shape: CodeShape, matrix: CodeMatrix) -> str | None:
+    """Trace a small step; return what the kernels cannot do, in their own words."""
+    from pallas_kernels.block_problem import BlockCodes, BlockMatrix, Result
+    from pallas_kernels.block_product import block_product
+
+    x, (values, scale) = shape.arrays(matrix, TRACED_TOKENS)
+    own = BlockMatrix(values, **{"blocks" if matrix.scales else "scale": scale})
+    result = Result(FORMATS[shape.dtype].dtype)
+    return what_tracing_says(
+        lambda: jax.eval_shape(lambda *a: block_product(*a, result), BlockCodes(*x), (own,))
+    )
