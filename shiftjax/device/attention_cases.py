@@ -13,8 +13,8 @@ does this process. Standard output is a line of JSON for everything that happens
 The kernels are held against XLA's loops on the same device, on every device at once. Slots of the
 pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
 (`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
-few steps of theirs (`expert_cases`), one with matrices of four bits some products
-(`packed_cases`). Norms of the stream are tried, too (`norm_cases`).
+few steps of theirs (`expert_cases`), one with matrices of four bits or of codes some products
+(`packed_cases`, `product_cases`). Norms of the stream are tried, too (`norm_cases`).
 """
 
 import dataclasses
@@ -34,17 +34,26 @@ import numpy as np
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device import expert_cases, norm_cases, packed_cases, sum_cases, write_cases
+from shiftjax.device import (
+    expert_cases,
+    norm_cases,
+    packed_cases,
+    product_cases,
+    sum_cases,
+    write_cases,
+)
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.device.norm_cases import NormStep
 from shiftjax.device.packed_cases import PackedStep
+from shiftjax.device.product_cases import CodeStep
 from shiftjax.device.sum_cases import SumStep
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.models.norm_backend import NormShape, why_not_normed
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape
+from shiftjax.models.product_backend import CodeMatrix, CodeShape, pallas_codes
 from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.grid import Device
 
@@ -75,6 +84,7 @@ class Trial:
         tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
         sums = SumShape(*shape["sums"]) if shape.get("sums") else None
         parts = {"experts": experts, "packed": _packed_of(shape), "sums": sums}
+        parts["codes"] = _codes_of(shape)
         parts["norm"] = NormShape(*shape["norm"]) if shape.get("norm") else None
         shape = Shape(**shape | tuples | parts)
         cases = fields["cases"]
@@ -90,6 +100,14 @@ def _packed_of(shape: dict[str, Any]) -> PackedShape | None:
         return None
     matrices, *others = read
     return PackedShape(tuple(PackedMatrix(*each) for each in matrices), *others)
+
+
+def _codes_of(shape: dict[str, Any]) -> CodeShape | None:
+    """Return the matrices of codes of a shape that was read."""
+    if not (read := shape.get("codes")):
+        return None
+    matrices, *others = read
+    return CodeShape(tuple(CodeMatrix(*each) for each in matrices), *others)
 
 
 class Problem(NamedTuple):
@@ -232,6 +250,15 @@ def try_packed(step: PackedStep, shape: PackedShape, devices: Sequence[Device]) 
     return attempt(lambda: outputs(packed_cases.kernels), right, wrong, devices)
 
 
+def try_codes(step: CodeStep, shape: CodeShape, devices: Sequence[Device]) -> Problem | None:
+    """Run one product of codes; None: nothing is wrong."""
+    outputs = partial(product_cases.outputs_of, shape=shape, step=step, devices=devices)
+    right = outputs(product_cases.operations(shape, step))
+    multiply = product_cases.kernels(shape, step, pallas_codes(devices[0]))
+    wrong = partial(product_cases.wrong_with_products, step=step)
+    return attempt(lambda: outputs(multiply), right, wrong, devices)
+
+
 def try_sums(step: SumStep, shape: SumShape, devices: Sequence[Device]) -> Problem | None:
     """Run one chain of sums over the devices; None: nothing is wrong."""
     right = sum_cases.outputs_of(sum_cases.all_reduce, shape, step, devices)
@@ -301,6 +328,9 @@ def tries_of(
     if shape.packed is not None:
         for step in packed_cases.packed_steps(shape.packed):
             yield step.name, partial(try_packed, step, shape.packed, devices)
+    if shape.codes is not None:
+        for step in product_cases.code_steps(shape.codes):
+            yield step.name, partial(try_codes, step, shape.codes, devices)
 
 
 def run_trial(trial: Trial, say: Callable[..., None]) -> None:

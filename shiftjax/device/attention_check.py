@@ -37,6 +37,7 @@ from shiftjax.models.expert_backend import expert_shape
 from shiftjax.models.gpu_software import versions
 from shiftjax.models.norm_backend import norm_shape
 from shiftjax.models.packed_backend import packed_shape
+from shiftjax.models.product_backend import code_shape
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 
@@ -45,7 +46,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
-BACKENDS = "attention", "expert", "norm", "packed", "sum"
+BACKENDS = "attention", "expert", "norm", "packed", "product", "sum"
 
 
 class KernelCheck(NamedTuple):
@@ -79,7 +80,7 @@ def shape_of(
     own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
     more = {"has_late": model.num_late_layers > 0, "packed": packed_shape(layout, formats)}
-    more["norm"] = norm_shape(model, formats)
+    more |= {"codes": code_shape(layout, formats), "norm": norm_shape(model, formats)}
     return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, **more)
 
 

@@ -21,6 +21,7 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.norm_backend import NormShape
 from shiftjax.models.packed_backend import PackedShape
+from shiftjax.models.product_backend import CodeShape
 from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.layout import Layout
 
@@ -51,6 +52,7 @@ class Shape:
     has_sinks: bool = False
     has_late: bool = False  # layers that compute logit rows alone
     packed: PackedShape | None = None  # matrices of four bits that are no experts'
+    codes: CodeShape | None = None  # matrices of codes that are no experts'
     norm: NormShape | None = None  # of the residual stream
     sums: SumShape | None = None  # then sums over devices are tried, and nothing else
 

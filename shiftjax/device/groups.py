@@ -30,7 +30,7 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.product_backend import choose_products
+from shiftjax.models.product_backend import XLA_CODES, choose_products
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
@@ -93,7 +93,8 @@ def define_steps(
                 try_sums,
             ),
         )
-        norms = choose_norms(layout, of_width.formats, attention.name)
+        gives_codes = products.codes.name != XLA_CODES.name
+        norms = choose_norms(layout, of_width.formats, attention.name, gives_codes=gives_codes)
         model = define(layout, of_width.formats)
         is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name

@@ -23,6 +23,7 @@ from shiftjax.models.gpu_software import what_tracing_says
 from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.grid import Device
+from shiftjax.parallel.stored import codes_in
 
 logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
@@ -79,6 +80,7 @@ class ExpertShape(NamedTuple):
     has_bias: bool = False
     group: int = 0  # of weights of four bits: inputs that share a scale
     has_zeros: bool = False  # and zero points
+    has_squares: bool = False  # scales of square blocks
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -95,10 +97,12 @@ def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
     sizes = model.hidden_size, experts.intermediate_size, experts.per_token
     beside = model.activation, experts.has_bias
     shape = ExpertShape(*sizes, formats.activations, formats.weights, *beside)
-    codes = model.codes
-    if codes is None or not FORMATS[formats.weights].is_packed:
+    codes = codes_in(model, formats)
+    if codes is None:
         return shape
-    return shape._replace(group=codes.group, has_zeros=codes.has_zeros)
+    if FORMATS[formats.weights].is_packed:
+        return shape._replace(group=codes.group, has_zeros=codes.has_zeros)
+    return shape._replace(has_squares=codes.rows_of_scale > 0)
 
 
 def choose_experts(
@@ -126,6 +130,8 @@ def why_not_traced(shape: ExpertShape) -> str | None:
     """Trace a small step; return what the kernels cannot do, in their own words."""
     from pallas_kernels.grouped import grouped_mlp
 
+    if shape.has_squares:
+        return "grouped_mlp: scales are of square blocks, not of channels"
     pairs = TRACED_TOKENS, shape.per_token
     routed = Routed(
         jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),

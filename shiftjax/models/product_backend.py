@@ -89,6 +89,7 @@ class CodeShape(NamedTuple):
 
     matrices: tuple[CodeMatrix, ...]
     dtype: str  # of activations; a name of `arch.formats`
+    activation: Activation = "silu"
 
     def arrays(self, matrix: CodeMatrix, tokens: int) -> tuple[Any, Any]:
         """Codes and scales of activations, and of the matrix, as shapes."""
@@ -124,11 +125,11 @@ def code_shape(layout: Layout, formats: Formats) -> CodeShape | None:
                 share = math.prod(weight.shape[:-1]) // math.prod(scale.shape[:-1])
                 outputs = math.prod(own[:-1])
                 found.add(CodeMatrix(outputs, own[-1], 0, outputs // share if of_blocks else 0))
-    return CodeShape(tuple(sorted(found)), formats.activations)
+    return CodeShape(tuple(sorted(found)), formats.activations, layout.model.activation)
 
 
-def pallas_codes(device: Device) -> ProductBackend:
-    """Return the kernels."""
+def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
+    """Return the kernels. `interpret` is for tests alone."""
     from pallas_kernels.block_problem import BlockCodes, BlockMatrix, Result, block_config
     from pallas_kernels.block_product import block_product, wrong_block
 
@@ -152,10 +153,11 @@ def pallas_codes(device: Device) -> ProductBackend:
         return BlockMatrix(values, scale) if scale.ndim == 1 else BlockMatrix(values, blocks=scale)
 
     def multiply(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
-        return run(x, matrices, Result(dtype))
+        return run(x, matrices, Result(dtype, interpret=interpret))
 
     def gated(x: Coded, matrices: tuple[Coded, ...], after: Gated, dtype: DTypeLike) -> Any:
-        return run(x, matrices, Result(dtype, GATES[after.activation], after.are_codes))
+        result = Result(dtype, GATES[after.activation], after.are_codes, interpret)
+        return run(x, matrices, result)
 
     return ProductBackend("pallas", multiply, gated)
 
@@ -205,6 +207,8 @@ def why_not_codes(shape: CodeShape, matrix: CodeMatrix) -> str | None:
     x, (values, scale) = shape.arrays(matrix, TRACED_TOKENS)
     own = BlockMatrix(values, **{"blocks" if matrix.scales else "scale": scale})
     result = Result(FORMATS[shape.dtype].dtype)
-    return what_tracing_says(
-        lambda: jax.eval_shape(lambda *a: block_product(*a, result), BlockCodes(*x), (own,))
-    )
+
+    def trace(x: BlockCodes, own: BlockMatrix) -> Any:
+        return block_product(x, (own,), result)
+
+    return what_tracing_says(lambda: jax.eval_shape(trace, BlockCodes(*x), own))

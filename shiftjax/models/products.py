@@ -8,9 +8,9 @@ devices changes a code. Weights have a scale for each output channel, or for eac
 checkpoint that has such.
 
 Kernels multiply codes where they can (`product_backend.py`). What is here is the XLA version: what
-CPUs run, and what kernels are compared with. A number is its code
-times its scale, rounded to bfloat16, which changes it far less than the code does; where results
-are float32, nothing is rounded. Sums are float32.
+CPUs run, and what kernels are compared with. A number is its code times its scale, rounded to
+bfloat16, which changes it far less than the code does; where results are float32, nothing is
+rounded. Sums are float32.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Real
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
-from shiftjax.models.product_backend import XLA_PRODUCTS, Gated, Products
+from shiftjax.models.product_backend import XLA_PRODUCTS, Coded, Gated, Products
 from shiftjax.parallel.blocks import BLOCK
 
 CODE = jnp.float8_e4m3fn
@@ -42,6 +42,12 @@ class Matrix(NamedTuple):
     scale: Array | None = None
     inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each block's own
     zero: Array | None = None  # of four bits: zero points, as scales; None: 8
+
+    @property
+    def coded(self) -> Coded:
+        """Codes and their scales, as kernels take them."""
+        assert self.scale is not None
+        return self.values, self.scale
 
 
 class Codes(NamedTuple):
@@ -90,6 +96,15 @@ def quantise_blocks(
     padded = jnp.pad(x, ((0, 0), (0, num_blocks * block - width)))
     codes, scale = quantise(padded.reshape(num_tokens, num_blocks, block))
     return Codes(codes.reshape(num_tokens, -1)[:, :width], scale.T)
+
+
+def quantise_rows(x: Float[Array, "tokens in"]) -> Codes:
+    """Return codes of activations, each token in units of its largest number.
+
+    Kernels of experts, which are never cut along their inputs, take one scale a row.
+    """
+    codes, scale = quantise(x)
+    return Codes(codes, jnp.broadcast_to(scale, (-(-x.shape[1] // BLOCK), x.shape[0])))
 
 
 def codes_for(x: Activations, matrix: Matrix) -> Codes:
@@ -141,7 +156,7 @@ def project_out(
             return jnp.einsum("ti,oi->to", x, matrix.values).astype(out_type)
         return products.packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
     codes = codes_for(x, matrix)
-    if (out := products.codes.multiply(codes, (matrix[:2],), out_type)) is not None:
+    if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
         return out
     wide = _type_of_numbers(out_type)
     values = matrix.values
@@ -171,7 +186,7 @@ def project_in(
             return jnp.einsum("ti,io->to", x, matrix.values).astype(out_type)
         return products.packed.into(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
     codes = codes_for(x, matrix)
-    if (out := products.codes.multiply(codes, (matrix[:2],), out_type)) is not None:
+    if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
         return out
     wide = _type_of_numbers(out_type)
     num_blocks, outputs, block = matrix.values.shape
@@ -219,7 +234,7 @@ def project_joined(
     """Multiply by column-parallel matrices: in one launch, where they are codes and it can be."""
     out_type = _result_type(x, dtype)
     if len(matrices) > 1 and _are_alike(x, matrices):
-        codes, own = codes_for(x, matrices[0]), tuple(matrix[:2] for matrix in matrices)
+        codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
         if (out := products.codes.multiply(codes, own, out_type)) is not None:
             ends = np.cumsum([matrix.values.shape[0] for matrix in matrices])
             return jnp.split(out, ends[:-1], axis=1)
@@ -238,7 +253,7 @@ def project_gated(
     out_type = _result_type(x, None)
     if _are_alike(x, gate_and_up):
         are_codes = _are_codes(down) and down.inputs is None and block_of(down) == BLOCK
-        own = gate_and_up[0][:2], gate_and_up[1][:2]
+        own = tuple(matrix.coded for matrix in gate_and_up)
         codes = codes_for(x, gate_and_up[0])
         out = products.codes.gated(codes, own, Gated(activation, are_codes), out_type)
         if out is not None:

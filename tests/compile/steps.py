@@ -244,6 +244,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     model = define(layout, case.formats)
     rows, size = case.bucket.rows, pool.block_size
     experts = choose_experts(layout.model, case.formats, devices[0], attention.name)
+    products = choose_products(layout, case.formats, devices[0], attention.name)
     weights = ModeWeights(model, layout, case.strategy, True, experts.name == XLA_EXPERTS.name)
     step = StepDef(
         weights,
@@ -254,8 +255,10 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         gpu_options=_options(devices[0], case.gpu_options),
         experts=experts,
         expert_modes=ExpertModes(layout, by_bytes(case.formats)),
-        products=choose_products(layout, case.formats, devices[0], attention.name),
-        norms=choose_norms(layout, case.formats, attention.name),
+        products=products,
+        norms=choose_norms(
+            layout, case.formats, attention.name, gives_codes=products.codes.name == "pallas"
+        ),
         sums=SumBackend(case.sums),
         sampler=case.sampler,
     )

@@ -1,5 +1,6 @@
 """The grouped product of experts is tried before it serves: what is wrong with it is said."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.grouped import GroupedConfig, grouped_mlp
+from shiftjax.arch.config import Codes
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
@@ -23,7 +25,7 @@ from shiftjax.device.expert_cases import (
     outputs_of,
     wrong_with_pairs,
 )
-from shiftjax.models.expert_backend import GATES, ExpertShape, why_not_traced
+from shiftjax.models.expert_backend import GATES, ExpertShape, expert_shape, why_not_traced
 from shiftjax.models.tiles import tile_loop
 from shiftjax.parallel.layout import Layout
 
@@ -147,6 +149,11 @@ def test_steps_have_an_expert_without_tokens_and_tokens_without_experts():
 def test_only_experts_that_the_kernels_take_are_tried():
     assert why_not_traced(SHAPE) is None and why_not_traced(CODES) is None
     assert why_not_traced(MXFP4) is None and why_not_traced(INT4) is None
+    assert "of square blocks" in (why_not_traced(CODES._replace(has_squares=True)) or "")
+    squares = replace(PRESETS["qwen3-30b-a3b"], codes=Codes(rows_of_scale=128))
+    coded, widened = (expert_shape(squares, each) for each in (formats_of("fp8"), Formats()))
+    assert coded is not None and coded.has_squares
+    assert widened is not None and not widened.has_squares
     assert "multiples of 64" in (why_not_traced(SHAPE._replace(hidden=100)) or "")
     assert "are not of groups of 32, 64, 128" in (
         why_not_traced(INT4._replace(hidden=512, group=0)) or ""

@@ -12,7 +12,6 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from spent import thorough
 
-from pallas_kernels import block_product
 from shiftjax.arch.config import Activation
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
@@ -43,16 +42,9 @@ DEVICE: Any = SimpleNamespace(device_kind="a GPU", core_count=2)
 
 
 @pytest.fixture
-def kernels(monkeypatch) -> Products:
+def kernels() -> Products:
     """Kernels that run in the interpreter."""
-    multiply = block_product.block_product
-
-    def interpret(x, matrices, result, config=None):
-        own = result._replace(interpret=plgpu.InterpretGPUParams())
-        return multiply(x, matrices, own, config)
-
-    monkeypatch.setattr(block_product, "block_product", interpret)
-    return Products(XLA_PACKED, pallas_codes(DEVICE))
+    return Products(XLA_PACKED, pallas_codes(DEVICE, interpret=plgpu.InterpretGPUParams()))
 
 
 def draw(seed: int, *shape: int) -> jax.Array:
@@ -62,7 +54,8 @@ def draw(seed: int, *shape: int) -> jax.Array:
 def matrix(seed: int, out: int, inputs: int, *, is_row: bool = False, squares: bool = False):
     """A matrix of codes, of 128 inputs a block."""
     values = draw(seed, out, inputs).astype(jnp.float8_e4m3fn)
-    values = values.reshape(out, -1, 128).swapaxes(0, 1) if is_row else values
+    if is_row:
+        values = jnp.swapaxes(values.reshape(out, -1, 128), 0, 1)
     if not squares:
         return Matrix(values, abs(draw(seed + 1, out)) / 64)
     blocks = out // 128, -(-inputs // 128)
@@ -70,9 +63,9 @@ def matrix(seed: int, out: int, inputs: int, *, is_row: bool = False, squares: b
 
 
 def near(found: jax.Array, expected: jax.Array, of_norm: float) -> bool:
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert found.shape == expected.shape
-    return bool(np.linalg.norm(found - expected) < of_norm * np.linalg.norm(expected))
+    got, right = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert got.shape == right.shape
+    return bool(np.linalg.norm(got - right) < of_norm * np.linalg.norm(right))
 
 
 @pytest.mark.parametrize("squares", [False, *thorough(True)])
@@ -143,4 +136,5 @@ def test_what_is_left_to_xla_is_said(caplog):
     assert chosen.reason == "block_product: 32 outputs must be a multiple of 64"
     (record,) = caplog.records
     assert "are widened and multiplied by XLA" in record.getMessage()
-    assert XLA_CODES.multiply((), (), None) is None
+    x, own = (draw(0, 1, 1), draw(0, 1, 1)), (draw(1, 1, 1), draw(1, 1))
+    assert XLA_CODES.multiply(x, (own,), jnp.bfloat16) is None

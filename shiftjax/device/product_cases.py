@@ -1,0 +1,150 @@
+"""What products of codes must get right before they serve; see `attention_cases`.
+
+Held against XLA's version on the same device, with matrices as large as the deployment's. Those
+with as many inputs are cut alike: the least and the largest of them stand for all.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shiftjax.arch.formats import FORMATS
+from shiftjax.device.expert_cases import wrong_rows
+from shiftjax.device.mesh import devices_spec, rows_mesh
+from shiftjax.models.product_backend import (
+    XLA_PRODUCTS,
+    CodeMatrix,
+    CodeShape,
+    Gated,
+    ProductBackend,
+    why_not_codes,
+)
+from shiftjax.models.products import (
+    BLOCK,
+    Codes,
+    Matrix,
+    gate_with,
+    numbers,
+    project_in,
+    project_joined,
+)
+from shiftjax.parallel.grid import Device
+
+TOKENS = 20, 300  # tiles of few rows, cut where there are few of them; and of 128
+MOST_ERROR = 1e-2  # of a token, relative to its norm: a scale of another block is more
+MOST_OF_CODES = 5e-2  # codes keep 4 bits: 2^-5 of a number
+
+Multiply = Callable[[Codes, tuple[Matrix, ...]], jax.Array]
+
+
+class CodeStep(NamedTuple):
+    """A product of some tokens: with a matrix, with two of its size, or with gate and up."""
+
+    matrix: CodeMatrix
+    tokens: int
+    kind: str = "a matrix"  # or "joined matrices", or "gate and up"
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"codes of {self.tokens} tokens with {self.kind} of {self.matrix}"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether what comes out is activated."""
+        return self.kind == "gate and up"
+
+    @property
+    def are_codes(self) -> bool:
+        """Whether codes come out."""
+        return self.is_gated and self.matrix.outputs % BLOCK == 0
+
+
+def code_steps(shape: CodeShape) -> Iterator[CodeStep]:
+    """Yield steps of few rows and of many, of matrices that kernels multiply."""
+    alike: dict[tuple[int, int], list[CodeMatrix]] = {}
+    for matrix in shape.matrices:
+        if why_not_codes(shape, matrix) is None:
+            alike.setdefault((matrix.inputs, matrix.block), []).append(matrix)
+    for matrices in alike.values():
+        for matrix in dict.fromkeys((min(matrices), max(matrices))):
+            kinds = ["a matrix"]
+            if not matrix.block:
+                kinds += ["joined matrices"] * (matrix.outputs % BLOCK == 0) + ["gate and up"]
+            yield from (CodeStep(matrix, tokens, kind) for kind in kinds for tokens in TOKENS)
+
+
+def draw(shape: CodeShape, step: CodeStep) -> tuple[Codes, tuple[Matrix, ...]]:
+    """Return tokens and matrices, made where they are used; scales differ from block to block."""
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+    x, (values, scale) = shape.arrays(step.matrix, step.tokens)
+
+    def codes(size: tuple[int, ...]) -> jax.Array:
+        drawn = jax.random.uniform(next(keys), size, minval=-2.0, maxval=2.0)
+        return drawn.astype(FORMATS["fp8"].dtype)
+
+    def scales(size: tuple[int, ...], unit: float) -> jax.Array:
+        return unit * jnp.exp2(jax.random.uniform(next(keys), size, minval=-2.0, maxval=2.0))
+
+    tokens, unit = Codes(codes(x[0].shape), scales(x[1].shape, 1.0)), step.matrix.inputs**-0.5
+    count = 1 if step.kind == "a matrix" else 2
+    matrices = (Matrix(codes(values.shape), scales(scale.shape, unit)) for _ in range(count))
+    return tokens, tuple(matrices)
+
+
+def outputs_of(
+    multiply: Multiply, shape: CodeShape, step: CodeStep, devices: Sequence[Device]
+) -> Callable[[], np.ndarray]:
+    """Compile a step, the same on every device; what comes back runs it: [devices, tokens, out]."""
+
+    def run() -> jax.Array:
+        return multiply(*draw(shape, step)).astype(jnp.float32)[None]
+
+    on_each = jax.shard_map(
+        run, mesh=rows_mesh(devices), in_specs=(), out_specs=devices_spec(), check_vma=False
+    )
+    program = jax.jit(on_each).lower().compile()
+    return lambda: np.asarray(program())
+
+
+def kernels(shape: CodeShape, step: CodeStep, backend: ProductBackend) -> Multiply:
+    """Return what multiplies with kernels; raises ValueError where they leave it to XLA."""
+    dtype = FORMATS[shape.dtype].dtype
+
+    def multiply(x: Codes, matrices: tuple[Matrix, ...]) -> jax.Array:
+        own = tuple(matrix.coded for matrix in matrices)
+        if step.is_gated:
+            out = backend.gated(x, own, Gated(shape.activation, step.are_codes), dtype)
+        else:
+            out = backend.multiply(x, own, dtype)
+        if out is None:
+            raise ValueError(f"there is no kernel for {step.name}")
+        return numbers(Codes(*out), BLOCK, jnp.float32) if step.are_codes else out
+
+    return multiply
+
+
+def operations(shape: CodeShape, step: CodeStep) -> Multiply:
+    """Return what XLA multiplies, which the kernels are held against."""
+    dtype = FORMATS[shape.dtype].dtype
+
+    def multiply(x: Codes, matrices: tuple[Matrix, ...]) -> jax.Array:
+        if step.matrix.block:
+            return project_in(x, matrices[0], dtype=dtype)
+        outs = project_joined(x, matrices, XLA_PRODUCTS, dtype)
+        if step.is_gated:
+            return gate_with(shape.activation, *outs)
+        return jnp.concatenate(outs, axis=1)
+
+    return multiply
+
+
+def wrong_with_products(
+    outputs: Sequence[np.ndarray], expected: np.ndarray, step: CodeStep
+) -> str | None:
+    """Say what is wrong with the outputs of one device, a run each; `expected` are XLA's."""
+    most = MOST_OF_CODES if step.are_codes else MOST_ERROR
+    return wrong_rows(outputs, expected, most, "a token's product")
