@@ -65,8 +65,11 @@ class AttentionMetadata(NamedTuple):
     work: Any  # who computes what, for each window of the model: a tuple of AttentionWork here
 
     def of_group(self, group: int) -> "AttentionMetadata":
-        """Return what layers of one of `ModelConfig.cache_groups` must know."""
-        if self.block_tables.ndim == 2:
+        """Return what layers of one of `ModelConfig.cache_groups` must know.
+
+        As it is where all have one table, and where packed rows keep nothing, and have none.
+        """
+        if self.block_tables is None or self.block_tables.ndim == 2:
             return self
         slots, tables = self.slot_mapping[group], self.block_tables[group]
         return self._replace(slot_mapping=slots, block_tables=tables)
