@@ -80,6 +80,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.costs(15)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_passes_its_check(name):
     """In the interpreter: the backend's function against the model's own operations."""

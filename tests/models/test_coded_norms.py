@@ -21,6 +21,7 @@ CODED = XLA_NORMS._replace(gives_codes=True)
 # Layers are traced twice: the first, to whose stream nothing is added, and the others. Llama has
 # two norms, Command R one for both parts. One of Qwen's layers has experts, whose router reads
 # numbers; OLMo 2 has norms behind its parts alone.
+@pytest.mark.costs(12)
 @pytest.mark.parametrize(
     ("name", "num_coded"), [("llama", 4), ("cohere", 2), ("qwen2_moe", 3), ("olmo2", 0)]
 )

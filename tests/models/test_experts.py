@@ -123,6 +123,7 @@ EXCHANGES = [(8, 1, Mode(8, 8)), (4, 2, Mode(4, 4))]
 ROUTINGS = ["random", "one device", "one expert"]
 
 
+@pytest.mark.costs(5)
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize(("sp", "tp", "mode", "experts_sp"), USES)
 def test_every_use_of_experts_gives_what_the_oracle_gives(sp, tp, mode, experts_sp, routing):

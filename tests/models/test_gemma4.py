@@ -29,7 +29,7 @@ CASES += [(name, 2, 1, {"pp": 2} | FEW | SWAPS) for name in ("gemma4_text", "gem
 QUICK = [case for case in CASES if case[1:3] == (4, 2)]
 
 
-@pytest.mark.costs(12)
+@pytest.mark.costs(20)
 @pytest.mark.parametrize(("name", "sp", "tp", "options"), quick(CASES, *QUICK))
 def test_an_engine_says_what_transformers_says(name, sp, tp, options):
     built = make(DATA / name, sp, tp, **options)

@@ -53,6 +53,7 @@ QUICK_ONES |= {("gemma4_experts", 4)}
 QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
 
 
+@pytest.mark.costs(8)
 @pytest.mark.parametrize(
     ("name", "sp", "tp", "mode", "strategy"),
     quick(CASES, *QUICK),

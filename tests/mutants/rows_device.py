@@ -202,7 +202,7 @@ VIEWS_ROWS = (
     Mutant(
         "MLPs are padded for the devices alone", "views", "shiftjax/parallel/stored.py",
         "whole=block_of_width(weight.shape[0])", "whole=1",
-        (TEST_LAYOUT, "tests/parallel/test_blocks.py"), "devices cut blocks of codes",
+        (TEST_LAYOUT, "tests/parallel/test_code_blocks.py"), "devices cut blocks of codes",
     ),
 )  # fmt: skip
 EXCHANGE_ROWS = (

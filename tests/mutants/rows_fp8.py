@@ -10,7 +10,7 @@ OF_PRODUCTS = f"{FORMAT}::test_products_are_those_of_the_definition"
 OF_ACTIVATIONS = f"{FORMAT}::test_codes_of_activations_are_the_same_bits_in_every_mode"
 OF_SQUARES = f"{FORMAT}::test_squares_of_a_checkpoint_are_kept_exactly"
 OF_WEIGHTS = f"{FORMAT}::test_codes_and_scales_are_the_same_bits_in_every_mode"
-TEST_BLOCKS = "tests/parallel/test_blocks.py"
+TEST_BLOCKS = "tests/parallel/test_code_blocks.py"
 
 ROWS = (
     Mutant(

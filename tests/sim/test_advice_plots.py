@@ -57,6 +57,7 @@ def test_what_keeps_the_limits_is_filled_and_named(advice):
     assert len(axes.lines) == 1 + len(kept)
 
 
+@pytest.mark.costs(12)
 def test_a_change_is_compared_with_what_it_changed(advice):
     servers = {s.deployment.name: s for s in advice.field.servers}
     only = advice.field._replace(servers=[servers["sp4"]])
