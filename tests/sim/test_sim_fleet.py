@@ -241,7 +241,7 @@ def test_the_cost_policy_rarely_returns_where_nothing_has_changed(sequences, sta
 
 def test_loads_that_come_and_go_do_not_make_it_thrash():
     """Two loads that want other groups, in turn at every look: it stays, longer each time."""
-    sums = tuple(way.scaled(3.0, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
+    sums = tuple(way.scaled(2.0, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
     dear = replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums))
     policy = cost_policy(dear, step_sizes="largest")
     few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 48
@@ -253,7 +253,8 @@ def test_loads_that_come_and_go_do_not_make_it_thrash():
             wished.append(now)
             arrangement = wish.arrangement
     gaps = [later - before for before, later in pairwise(wished)]
-    assert 1 < len(wished) < 10 and min(gaps) >= LEAST_HOLD_SECONDS
+    assert 1 < len(wished) < 10
+    assert min(gaps) >= LEAST_HOLD_SECONDS - 1e-9  # differences of floats
     assert gaps[2] > 2 * gaps[0]
 
 
