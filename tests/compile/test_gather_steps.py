@@ -38,8 +38,8 @@ def compiled() -> Compiler:
 
 
 def is_product(one: Instruction) -> bool:
-    """XLA's own, or a library's."""
-    return "gemm" in one.rest or "cublas" in one.rest
+    """XLA's own, a library's, or a kernel of codes."""
+    return any(name in one.rest for name in ("gemm", "cublas", "block_product", "block_gated"))
 
 
 def products_behind(text: str, least_bytes: int) -> list[tuple[int, int]]:
