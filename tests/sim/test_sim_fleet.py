@@ -219,24 +219,19 @@ sequences = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(sequences=sequences, start=st.sampled_from(WIDTHS))
-def test_the_cost_policy_rarely_returns_where_nothing_has_changed(sequences, start):
-    """Even if nothing holds it: a prediction hardly depends on the groups that there are.
-
-    Means of groups differ where sequences spread unevenly. About one of 2,000 random examples
-    returns for that; holding makes such returns ever rarer.
-    """
-    policy = replace(POLICY, hold_switches=0.0, _load=type(POLICY._load)())
+def test_the_cost_policy_hardly_changes_where_nothing_has_changed(sequences, start):
+    """Means of groups differ where sequences spread unevenly: it may return, and holds end that."""
+    policy = replace(POLICY, _load=type(POLICY._load)(), _held_until={})
     groups = [group for group in all_groups(UNITS, WIDTHS) if group.width == start]
-    arrangement, seen = tuple(sorted(groups)), []
+    arrangement, changes = tuple(sorted(groups)), 0
     for turn in range(40):
         wish = policy.arrange(view_of(arrangement, sequences, 0.2 * turn))
         if wish is not None:
-            seen.append(arrangement)
-            assert wish.arrangement not in seen
-            arrangement = wish.arrangement
-    assert len(seen) <= 4
+            assert wish.arrangement != arrangement
+            arrangement, changes = wish.arrangement, changes + 1
+    assert changes <= 4
 
 
 def test_loads_that_come_and_go_do_not_make_it_thrash():
