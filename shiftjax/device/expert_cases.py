@@ -16,7 +16,7 @@ import numpy as np
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
-from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.device.mesh import on_each
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
@@ -122,17 +122,11 @@ def outputs_of(
     """Compile a step, the same on every device; what comes back runs it: [devices, own, hidden]."""
 
     def run(is_used: jax.Array, routed: Routed, gains: jax.Array) -> jax.Array:
-        return multiply(*draw(shape, is_used), routed, gains)[None]
+        return multiply(*draw(shape, is_used), routed, gains)
 
-    mesh = rows_mesh(devices)
     gains = np.linspace(0.5, 1, step.chosen.size, dtype=np.float32).reshape(step.chosen.shape)
-    arrays = step.is_own.any(axis=1), step.routed, gains
-    arguments = jax.device_put(arrays, named(mesh, replicated_spec()))
-    on_each = jax.shard_map(
-        run, mesh=mesh, in_specs=(replicated_spec(),) * 3, out_specs=devices_spec(), check_vma=False
-    )
-    program = jax.jit(on_each).lower(*arguments).compile()
-    return lambda: np.asarray(program(*arguments))[:, step.is_own]
+    outputs = on_each(run, devices, step.is_own.any(axis=1), step.routed, gains)
+    return lambda: outputs()[:, step.is_own]
 
 
 def loop(shape: ExpertShape) -> Multiply:

@@ -15,7 +15,8 @@ given, that order is 0 2 4 1 3 5 (Shift Parallelism, arXiv 2509.16495, section 3
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -60,6 +61,23 @@ def joined_mesh(meshes: Sequence[Mesh]) -> Mesh:
 def rows_mesh(devices: Sequence[Device]) -> Mesh:
     """Return the mesh of devices that each hold a whole model: as many groups of one."""
     return joined_mesh([make_mesh([device], 1, 1) for device in devices])
+
+
+def on_each(
+    run: Callable[..., jax.Array], devices: Sequence[Device], *arguments: Any
+) -> Callable[[], np.ndarray]:
+    """Compile a function, the same on every device; what comes back runs it: [devices, ...]."""
+    mesh = rows_mesh(devices)
+    given = jax.device_put(arguments, named(mesh, replicated_spec()))
+    mapped = jax.shard_map(
+        lambda *given: run(*given)[None],
+        mesh=mesh,
+        in_specs=(replicated_spec(),) * len(arguments),
+        out_specs=devices_spec(),
+        check_vma=False,
+    )
+    program = jax.jit(mapped).lower(*given).compile()
+    return lambda: np.asarray(program(*given))
 
 
 def mesh_of(mesh: Mesh, mode: Mode, experts: Mode | None = None) -> Mesh:

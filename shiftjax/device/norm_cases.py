@@ -13,7 +13,7 @@ import numpy as np
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.expert_cases import wrong_rows
-from shiftjax.device.mesh import devices_spec, rows_mesh
+from shiftjax.device.mesh import on_each
 from shiftjax.models.layers import rms_norm
 from shiftjax.models.norm_backend import NormBackend, NormShape, pallas_norms
 from shiftjax.models.products import BLOCK, Activations, Codes, numbers, quantise_blocks
@@ -68,13 +68,9 @@ def outputs_of(
         total, normed = add_norm(*draw(shape))
         if isinstance(normed, Codes):
             normed = numbers(normed, BLOCK, jnp.float32)
-        return jnp.concatenate([each.astype(jnp.float32) for each in (total, normed)])[None]
+        return jnp.concatenate([each.astype(jnp.float32) for each in (total, normed)])
 
-    on_each = jax.shard_map(
-        run, mesh=rows_mesh(devices), in_specs=(), out_specs=devices_spec(), check_vma=False
-    )
-    program = jax.jit(on_each).lower().compile()
-    return lambda: np.asarray(program())
+    return on_each(run, devices)
 
 
 def kernels(

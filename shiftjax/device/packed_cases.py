@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.dense import DenseWeights, dense_product
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.expert_cases import wrong_rows
-from shiftjax.device.mesh import devices_spec, rows_mesh
+from shiftjax.device.mesh import on_each
 from shiftjax.models.four_bits import packed_blocks
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape, why_not_packed
 from shiftjax.parallel.grid import Device
@@ -68,14 +68,7 @@ def outputs_of(
 ) -> Callable[[], np.ndarray]:
     """Compile a step, the same on every device; what comes back runs it: [devices, tokens, out]."""
 
-    def run() -> jax.Array:
-        return multiply(*draw(shape, step)).astype(jnp.float32)[None]
-
-    on_each = jax.shard_map(
-        run, mesh=rows_mesh(devices), in_specs=(), out_specs=devices_spec(), check_vma=False
-    )
-    program = jax.jit(on_each).lower().compile()
-    return lambda: np.asarray(program())
+    return on_each(lambda: multiply(*draw(shape, step)).astype(jnp.float32), devices)
 
 
 def kernels(x: jax.Array, weights: DenseWeights) -> jax.Array:

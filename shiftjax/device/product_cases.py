@@ -13,7 +13,7 @@ import numpy as np
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.expert_cases import wrong_rows
-from shiftjax.device.mesh import devices_spec, rows_mesh
+from shiftjax.device.mesh import on_each
 from shiftjax.models.product_backend import (
     XLA_PRODUCTS,
     CodeMatrix,
@@ -100,14 +100,7 @@ def outputs_of(
 ) -> Callable[[], np.ndarray]:
     """Compile a step, the same on every device; what comes back runs it: [devices, tokens, out]."""
 
-    def run() -> jax.Array:
-        return multiply(*draw(shape, step)).astype(jnp.float32)[None]
-
-    on_each = jax.shard_map(
-        run, mesh=rows_mesh(devices), in_specs=(), out_specs=devices_spec(), check_vma=False
-    )
-    program = jax.jit(on_each).lower().compile()
-    return lambda: np.asarray(program())
+    return on_each(lambda: multiply(*draw(shape, step)).astype(jnp.float32), devices)
 
 
 def kernels(shape: CodeShape, step: CodeStep, backend: ProductBackend) -> Multiply:

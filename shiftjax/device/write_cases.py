@@ -13,7 +13,7 @@ import numpy as np
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.attention_steps import Shape
-from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
+from shiftjax.device.mesh import on_each
 from shiftjax.models.attention import LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.parallel.grid import Device
@@ -76,15 +76,9 @@ def outputs_of(
     def run(arrays: Arrays) -> jax.Array:
         terms = LayerTerms(kv_scales=arrays.scales)
         pool = backend.write(*arrays[:4], terms)
-        return jax.lax.bitcast_convert_type(jnp.stack(pool), jnp.uint8)[None]
+        return jax.lax.bitcast_convert_type(jnp.stack(pool), jnp.uint8)
 
-    mesh = rows_mesh(devices)
-    placed = jax.device_put(arrays, named(mesh, replicated_spec()))
-    on_each = jax.shard_map(
-        run, mesh=mesh, in_specs=(replicated_spec(),), out_specs=devices_spec(), check_vma=False
-    )
-    program = jax.jit(on_each).lower(placed).compile()
-    return lambda: np.asarray(program(placed))
+    return on_each(run, devices, arrays)
 
 
 def wrong_with_codes(outputs: Sequence[np.ndarray], expected: np.ndarray) -> str | None:

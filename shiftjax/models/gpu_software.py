@@ -15,7 +15,7 @@ import logging
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +47,25 @@ def what_tracing_says(trace: Callable[[], Any]) -> str | None:
         logger.exception("the kernels cannot be traced")
         return f"the kernels cannot be traced ({type(error).__name__})"
     return None
+
+
+def left_to_xla[Size](
+    sizes: Sequence[Size], why_not: Callable[[Size], str | None], what: str
+) -> tuple[str, bool]:
+    """Return why kernels lack some sizes of matrices, and whether they lack all; "" if none.
+
+    Warns of those that XLA multiplies beside kernels; `what` says on which device, and how.
+    """
+    reasons = {size: why_not(size) for size in sizes}
+    left = {size: reason for size, reason in reasons.items() if reason is not None}
+    if not left:
+        return "", False
+    reason = next(iter(left.values()))
+    logger.warning(
+        "%d of %d sizes of matrices of %s, several times slower than by the kernels: %s: %s",
+        *(len(left), len(reasons), what, ", ".join(map(str, left)), reason),
+    )
+    return reason, len(left) == len(reasons)
 
 
 class Assembler(NamedTuple):

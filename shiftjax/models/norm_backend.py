@@ -70,15 +70,13 @@ def pallas_norms(
     ) -> tuple[Rows, Activations]:
         own = shape.eps, shape.offset, shape.in_float32, shape.scale
         kind = norm_codes.NormKind(*own, codes=codes)
-        added, bias = (None, None) if stream.addend is None else _added(stream.addend, reduce)
+        added = bias = None
+        if (addend := stream.addend) is not None:
+            added, bias = addend.summed(reduce), addend.bias
         total, normed = norm_codes.add_norm(stream.x, added, weight, kind, bias, interpret)
         return total, Codes(*normed) if isinstance(normed, tuple) else normed
 
     return NormBackend("pallas", add_norm, gives_codes)
-
-
-def _added(addend: Addend, reduce: Reduce) -> tuple[Rows, Float[Array, " hidden"] | None]:
-    return reduce(addend.values) if addend.is_partial else addend.values, addend.bias
 
 
 def choose_norms(

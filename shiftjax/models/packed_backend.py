@@ -10,7 +10,6 @@ moves 1/8 more bytes than the matrix has.
 """
 
 import functools
-import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,12 +20,11 @@ from jaxtyping import Array, Float, Real, UInt8
 
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.models.four_bits import packed_blocks, packed_product
-from shiftjax.models.gpu_software import what_tracing_says
+from shiftjax.models.gpu_software import left_to_xla, what_tracing_says
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import SCALE, codes_in, stored_weights
 
-logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
 # (x, codes, scales, zeros) -> [tokens, out], float32 or of the type of x
 Product = Callable[[jax.Array, jax.Array, Any, Any], jax.Array]
@@ -147,23 +145,10 @@ def choose_packed(
         return XLA_PACKED._replace(reason="no matrix has four bits")
     if "pallas" not in attention:
         return XLA_PACKED._replace(reason=f"attention runs as {attention}")
-    reasons = {matrix: why_not_packed(shape, matrix) for matrix in shape.matrices}
-    left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
-    if not left:
-        return pallas_packed(device)
-    reason = next(iter(left.values()))
-    logger.warning(
-        "%d of %d sizes of matrices of four bits on %s are widened by XLA, several times slower "
-        "than by the kernels: %s: %s",
-        len(left),
-        len(reasons),
-        device.device_kind,
-        ", ".join(map(str, left)),
-        reason,
-    )
-    if len(left) == len(reasons):
-        return XLA_PACKED._replace(reason=reason)
-    return pallas_packed(device)._replace(reason=reason)
+    what = f"four bits on {device.device_kind} are widened by XLA"
+    why_not = functools.partial(why_not_packed, shape)
+    reason, are_all = left_to_xla(shape.matrices, why_not, what)
+    return (XLA_PACKED if are_all else pallas_packed(device))._replace(reason=reason)
 
 
 def why_not_packed(shape: PackedShape, matrix: PackedMatrix) -> str | None:

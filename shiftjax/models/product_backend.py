@@ -9,7 +9,6 @@ what follows; that one can give codes for the product after it.
 """
 
 import functools
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,14 +21,13 @@ from pallas_kernels.gates import GELU_TANH, SILU, Gate
 from shiftjax.arch.config import Activation
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
-from shiftjax.models.gpu_software import what_tracing_says
+from shiftjax.models.gpu_software import left_to_xla, what_tracing_says
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend, choose_packed
 from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import SCALE, stored_weights
 
-logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
 GATES: Mapping[Activation, Gate] = {
     "silu": SILU,
@@ -180,23 +178,10 @@ def choose_codes(
         return XLA_CODES._replace(reason="no matrix has codes")
     if "pallas" not in attention:
         return XLA_CODES._replace(reason=f"attention runs as {attention}")
-    reasons = {matrix: why_not_codes(shape, matrix) for matrix in shape.matrices}
-    left = {matrix: reason for matrix, reason in reasons.items() if reason is not None}
-    if not left:
-        return pallas_codes(device)
-    reason = next(iter(left.values()))
-    logger.warning(
-        "%d of %d sizes of matrices of codes on %s are widened and multiplied by XLA, several "
-        "times slower than by the kernels: %s: %s",
-        len(left),
-        len(reasons),
-        device.device_kind,
-        ", ".join(map(str, left)),
-        reason,
-    )
-    if len(left) == len(reasons):
-        return XLA_CODES._replace(reason=reason)
-    return pallas_codes(device)._replace(reason=reason)
+    what = f"codes on {device.device_kind} are widened and multiplied by XLA"
+    why_not = functools.partial(why_not_codes, shape)
+    reason, are_all = left_to_xla(shape.matrices, why_not, what)
+    return (XLA_CODES if are_all else pallas_codes(device))._replace(reason=reason)
 
 
 def why_not_codes(shape: CodeShape, matrix: CodeMatrix) -> str | None:

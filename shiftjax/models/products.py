@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Real
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
+from shiftjax.models.packed_backend import Product as PackedProduct
 from shiftjax.models.product_backend import XLA_PRODUCTS, Coded, Gated, Products
 from shiftjax.parallel.blocks import BLOCK
 
@@ -150,26 +151,9 @@ def project_out(
     The result is of `dtype`; None: of the type of x, or bfloat16 if that is codes.
     """
     out_type = _result_type(x, dtype)
-    if matrix.scale is None or is_packed(matrix.values):
-        x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
-        if matrix.scale is None:
-            return jnp.einsum("ti,oi->to", x, matrix.values).astype(out_type)
-        return products.packed.out(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
-    codes = codes_for(x, matrix)
-    if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
-        return out
-    wide = _type_of_numbers(out_type)
-    values = matrix.values
-    if matrix.scale.ndim == 1:
-        weight, of_channels = values.astype(wide), matrix.scale
-    else:
-        outputs, inputs = values.shape
-        scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[0], axis=0)
-        scale = jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]
-        weight, of_channels = (values.astype(jnp.float32) * scale).astype(wide), None
-    x = numbers(codes, BLOCK, wide)
-    out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
-    return (out if of_channels is None else out * of_channels[None]).astype(out_type)
+    if _are_codes(matrix):
+        return _by_codes(x, matrix, products, out_type)
+    return _by_numbers(x, matrix, "ti,oi->to", products.packed.out, out_type)
 
 
 def project_in(
@@ -180,25 +164,48 @@ def project_in(
 ) -> Float[Array, "tokens out"]:
     """Multiply by a row-parallel matrix; the result, of `dtype`, wants an all-reduce."""
     out_type = _result_type(x, dtype)
-    if matrix.scale is None or is_packed(matrix.values):
-        x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
-        if matrix.scale is None:
-            return jnp.einsum("ti,io->to", x, matrix.values).astype(out_type)
-        return products.packed.into(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
-    codes = codes_for(x, matrix)
+    if _are_codes(matrix):
+        return _by_codes(x, matrix, products, out_type)
+    return _by_numbers(x, matrix, "ti,io->to", products.packed.into, out_type)
+
+
+def _by_numbers(
+    x: Activations, matrix: Matrix, plain: str, packed: PackedProduct, out_type: DTypeLike
+) -> Float[Array, "tokens out"]:
+    """Multiply by a matrix of plain numbers, or of four bits."""
+    x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
+    if matrix.scale is None:
+        return jnp.einsum(plain, x, matrix.values).astype(out_type)
+    return packed(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+
+
+def _by_codes(
+    x: Activations, matrix: Matrix, products: Products, out_type: DTypeLike
+) -> Float[Array, "tokens out"]:
+    """Multiply by a matrix of codes, column-parallel or in blocks of inputs."""
+    codes, (values, scale) = codes_for(x, matrix), matrix.coded
     if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
         return out
     wide = _type_of_numbers(out_type)
-    num_blocks, outputs, block = matrix.values.shape
-    if matrix.scale.ndim == 1:
-        weight, of_channels = matrix.values.astype(wide), matrix.scale
+    if scale.ndim == 1:
+        weight = values.astype(wide)
     else:
-        scale = jnp.repeat(matrix.scale, outputs // matrix.scale.shape[1], axis=1)
-        weight = (matrix.values.astype(jnp.float32) * scale[..., None]).astype(wide)
-        of_channels = None
-    x = numbers(codes, block, wide)
-    out = _by_blocks(x.reshape(x.shape[0], num_blocks, block), weight)
-    return (out if of_channels is None else out * of_channels[None]).astype(out_type)
+        weight = (values.astype(jnp.float32) * _scale_of_each(values, scale)).astype(wide)
+    x = numbers(codes, block_of(matrix), wide)
+    if values.ndim == 3:
+        out = _by_blocks(x.reshape(x.shape[0], values.shape[0], -1), weight)
+    else:
+        out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
+    return (out * scale[None] if scale.ndim == 1 else out).astype(out_type)
+
+
+def _scale_of_each(values: Array, scale: Array) -> Array:
+    """Return the scale of each code of a matrix that has scales of blocks."""
+    if values.ndim == 3:
+        return jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)[..., None]
+    outputs, inputs = values.shape
+    scale = jnp.repeat(scale, outputs // scale.shape[0], axis=0)
+    return jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]
 
 
 def _by_blocks(

@@ -25,9 +25,13 @@ class Addend:
     bias: Float[Array, " hidden"] | None = None  # of the sum; None: none
     is_partial: bool = field(default=False, metadata={"static": True})  # to be summed over devices
 
+    def summed(self, reduce: Reduce) -> Float[Array, "tokens hidden"]:
+        """Return the sum over devices, without its bias."""
+        return reduce(self.values) if self.is_partial else self.values
+
     def whole(self, reduce: Reduce) -> Float[Array, "tokens hidden"]:
         """Return the sum over devices, with its bias."""
-        values = reduce(self.values) if self.is_partial else self.values
+        values = self.summed(reduce)
         return values if self.bias is None else values + self.bias[None]
 
 

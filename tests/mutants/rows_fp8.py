@@ -27,8 +27,8 @@ ROWS = (
     ),
     Mutant(
         "the last block of a ragged row has the scale of the one before", "fp8", PRODUCTS,
-        "scale = jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]",
-        "scale = jnp.repeat(scale, BLOCK, axis=1)[:, -BLOCK - inputs : -BLOCK]",
+        "return jnp.repeat(scale, BLOCK, axis=1)[:, :inputs]",
+        "return jnp.repeat(scale, BLOCK, axis=1)[:, -BLOCK - inputs : -BLOCK]",
         (OF_PRODUCTS,), "hidden sizes that are no multiple of a block are wrong",
     ),
     Mutant(
@@ -55,8 +55,8 @@ ROWS = (
     ),
     Mutant(
         "squares are those of the rows before padding", "fp8", PRODUCTS,
-        "jnp.repeat(matrix.scale, outputs // matrix.scale.shape[1], axis=1)",
-        "jnp.tile(matrix.scale, (1, outputs // matrix.scale.shape[1]))",
+        "jnp.repeat(scale, values.shape[1] // scale.shape[1], axis=1)",
+        "jnp.tile(scale, (1, values.shape[1] // scale.shape[1]))",
         (OF_PRODUCTS,), "outputs have the scales of others",
     ),
 )  # fmt: skip
