@@ -1,5 +1,6 @@
 """Random traffic for engines over audited echo runners, and what must come of it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echo_kit import (
@@ -10,6 +11,7 @@ from echo_kit import (
     make_engine,
     make_request,
     reference,
+    runner_of,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 from pallas_kernels.window import Chunk
 from shiftjax.core.engine import Engine
 from shiftjax.core.request import Request
+from shiftjax.core.stats import EngineStats
 
 FAST = settings(
     deadline=None,
@@ -178,6 +181,32 @@ def check_tokens(engine: Engine, accepted: list[Client], listener: Listener, err
             assert last.metrics.num_output_tokens == len(outcome.token_ids)
             assert last.metrics.num_preemptions <= cap
             assert last.metrics.num_cached_tokens < len(request.prompt_token_ids)
+
+
+def check_served(engine: Engine, clients: list[Client]) -> EngineStats:
+    """Serve the traffic, and find every token right; what the engine has counted."""
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
+    return engine.stats()
+
+
+FAULTS = st.dictionaries(st.integers(0, 30), st.sampled_from(["run", "fetch"]), max_size=3)
+POISONED = st.sets(st.sampled_from(["r0", "r3"]))
+
+
+def check_through_faults(
+    engine: Engine, clients: list[Client], faults: dict[int, str], poisoned: Iterable[str] = ()
+) -> tuple[list[Client], Listener]:
+    """Serve the traffic while steps fail, which ends their requests only; accepted and events."""
+    runners = [runner_of(engine, group) for group in range(len(engine.lanes))]
+    for runner in runners:
+        runner.faults, runner.poisoned = dict(faults), set(poisoned)
+    lost = sum(client.request.sampling.n * (MAX_MODEL_LEN + 2) for client in clients)
+    accepted, listener = play(engine, clients, extra_steps=lost * len(faults) * len(runners))
+    failed = set().union(*(runner.failed_requests for runner in runners))
+    check_tokens(engine, accepted, listener, errors=failed | set(poisoned))
+    assert sum(runner.num_resets for runner in runners) == engine.stats().num_failed_steps
+    return accepted, listener
 
 
 def check_logprobs(request: Request, index: int, outcome) -> None:

@@ -208,14 +208,20 @@ class BlockAllocator:
         Of two blocks with the same contents the first stays the one that is found. Where `parent`
         is not found, nothing after it would be: such a block is not entered.
         """
-        if block_hash in self._index or self._contents[block] is not None:
-            return
         if parent is None or parent in self._index:
-            self._index[block_hash] = block
-            contents = CachedPrefix(block_hash, tokens, parent, is_private)
-            self._contents[block] = contents
-            if self.observer is not None and not is_private:
-                self.observer.stored(contents)
+            self.enter(block, CachedPrefix(block_hash, tokens, parent, is_private))
+
+    def enter(self, block: int, contents: CachedPrefix) -> None:
+        """Have a block that is not free found from now on, whether what comes before it is or not.
+
+        Of two blocks with the same contents the first stays the one that is found.
+        """
+        if contents.block_hash in self._index or self._contents[block] is not None:
+            return
+        self._index[contents.block_hash] = block
+        self._contents[block] = contents
+        if self.observer is not None and not contents.is_private:
+            self.observer.stored(contents)
 
     def shown(self) -> list[CachedPrefix]:
         """What an observer knows of. Quick, and nobody changes it later."""

@@ -23,18 +23,6 @@ class WindowBlocks(BlockAllocator):
         contents = None if block is None else self._contents[block]
         return block if contents is not None and contents.tokens == tokens else None
 
-    def enter(self, block: int, contents: CachedPrefix) -> None:
-        """Have a block that is not free found from now on, whether what comes before it is or not.
-
-        Of two blocks with the same contents the first stays the one that is found.
-        """
-        if contents.block_hash in self._index or self._contents[block] is not None:
-            return
-        self._index[contents.block_hash] = block
-        self._contents[block] = contents
-        if self.observer is not None and not contents.is_private:
-            self.observer.stored(contents)
-
     def retire(self, block: int, contents: CachedPrefix) -> bool:
         """One table less holds a block, which has these contents; whether it is unproven now."""
         self.release([block])

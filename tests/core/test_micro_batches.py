@@ -2,7 +2,6 @@
 
 import pytest
 from echo_kit import (
-    MAX_MODEL_LEN,
     Listener,
     assert_quiescent,
     generate,
@@ -13,9 +12,8 @@ from echo_kit import (
     runner_of,
 )
 from hypothesis import event, given, settings
-from hypothesis import strategies as st
 from spent import examples
-from traffic_kit import FAST, check_tokens, engines, play, traffic
+from traffic_kit import FAST, FAULTS, check_served, check_through_faults, engines, traffic
 
 from shiftjax.core.micro_batches import num_dealt
 
@@ -204,9 +202,7 @@ def test_an_abort_with_all_stages_at_work_leaves_the_others_as_they_are():
 @settings(FAST, max_examples=examples(200))
 @given(engines(stages=PIPELINES), traffic())
 def test_any_pipeline_gives_the_tokens_of_one_stage(engine, clients):
-    accepted, listener = play(engine, clients)
-    check_tokens(engine, accepted, listener, errors=set())
-    stats = engine.stats()
+    stats = check_served(engine, clients)
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
     event(f"all micro-batches: {len(set(micro_batches(engine))) > 1}")
     assert stats.num_failed_steps == 0
@@ -216,9 +212,7 @@ def test_any_pipeline_gives_the_tokens_of_one_stage(engine, clients):
 @settings(FAST, max_examples=examples(200))
 @given(engines(tightness=2, least_seqs=3, stages=PIPELINES), traffic(least=8, most=12))
 def test_crowds_in_a_small_pool_of_a_pipeline(engine, clients):
-    accepted, listener = play(engine, clients)
-    check_tokens(engine, accepted, listener, errors=set())
-    stats = engine.stats()
+    stats = check_served(engine, clients)
     for kind, number in stats.num_preemptions.items():
         event(f"{kind}: {number > 0}")
     assert stats.num_failed_steps == 0
@@ -228,14 +222,7 @@ def test_crowds_in_a_small_pool_of_a_pipeline(engine, clients):
 @given(
     engines(stages=PIPELINES),
     traffic(most=8),
-    st.dictionaries(st.integers(0, 30), st.sampled_from(["run", "fetch"]), max_size=3),
+    FAULTS,
 )
 def test_faults_in_a_pipeline_end_their_requests_only(engine, clients, faults):
-    runners = [runner_of(engine, group) for group in range(len(engine.lanes))]
-    for runner in runners:
-        runner.faults = dict(faults)
-    lost = sum(client.request.sampling.n * (MAX_MODEL_LEN + 2) for client in clients)
-    accepted, listener = play(engine, clients, extra_steps=lost * len(faults) * len(runners))
-    failed = set().union(*(runner.failed_requests for runner in runners))
-    check_tokens(engine, accepted, listener, errors=failed)
-    assert sum(runner.num_resets for runner in runners) == engine.stats().num_failed_steps
+    check_through_faults(engine, clients, faults)

@@ -11,9 +11,17 @@ from echo_kit import (
     runner_of,
 )
 from hypothesis import event, given, settings
-from hypothesis import strategies as st
 from spent import examples
-from traffic_kit import FAST, WINDOWS, check_tokens, engines, play, traffic
+from traffic_kit import (
+    FAST,
+    FAULTS,
+    POISONED,
+    WINDOWS,
+    check_served,
+    check_through_faults,
+    engines,
+    traffic,
+)
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.cache import blocks_kept
@@ -24,9 +32,7 @@ from shiftjax.host_tier.host_stats import HostStats
 @settings(FAST, max_examples=examples(250))
 @given(engines(windows=WINDOWS), traffic())
 def test_any_schedule_gives_the_reference_tokens(engine, clients):
-    accepted, listener = play(engine, clients)
-    check_tokens(engine, accepted, listener, errors=set())
-    stats = engine.stats()
+    stats = check_served(engine, clients)
     event(f"preempted: {any(stats.num_preemptions.values())}")
     event(f"prefix hits: {stats.num_prefix_hit_tokens > 0}")
     event(f"on the host: {(host := stats.find(HostStats)) is not None and host.num_hit_tokens > 0}")
@@ -36,9 +42,7 @@ def test_any_schedule_gives_the_reference_tokens(engine, clients):
 @settings(FAST, max_examples=examples(150))
 @given(engines(tightness=2, least_seqs=3, windows=WINDOWS), traffic(least=8, most=12))
 def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
-    accepted, listener = play(engine, clients)
-    check_tokens(engine, accepted, listener, errors=set())
-    for kind, number in engine.stats().num_preemptions.items():
+    for kind, number in check_served(engine, clients).num_preemptions.items():
         event(f"{kind}: {number > 0}")
 
 
@@ -46,17 +50,11 @@ def test_crowds_in_a_small_pool_get_the_reference_tokens(engine, clients):
 @given(
     engines(windows=WINDOWS),
     traffic(most=8),
-    st.dictionaries(st.integers(0, 30), st.sampled_from(["run", "fetch"]), max_size=3),
-    st.sets(st.sampled_from(["r0", "r3"])),
+    FAULTS,
+    POISONED,
 )
 def test_faults_end_their_requests_only(engine, clients, faults, poisoned):
-    runners = [runner_of(engine, group) for group in range(len(engine.lanes))]
-    for runner in runners:
-        runner.faults, runner.poisoned = dict(faults), set(poisoned)
-    lost = sum(client.request.sampling.n * 50 for client in clients)
-    accepted, listener = play(engine, clients, extra_steps=lost * len(faults) * len(runners))
-    failed = set().union(*(runner.failed_requests for runner in runners))
-    check_tokens(engine, accepted, listener, errors=failed | poisoned)
+    check_through_faults(engine, clients, faults, poisoned)
 
 
 PROMPT = [n % 12 + 1 for n in range(40)]
