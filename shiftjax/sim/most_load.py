@@ -40,7 +40,8 @@ def most_load(field: Field, trials: Trials, num_devices: int, budgets: Mapping[s
     for leader in leaders:
         best = _changed(trials, leader, best, budgets)
     for server in passed:
-        if best is None or MORE * _most(server, num_devices) <= _next(trials, best):
+        bound = MORE * _most(server, num_devices)
+        if best is None or bound <= _next(trials, best) or trials.is_over:
             continue
         own = _own_best(trials, server, num_devices, budgets)
         if own is not None and _total(own) >= _next(trials, best):

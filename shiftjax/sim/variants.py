@@ -142,11 +142,11 @@ class Changes:
         if not variant.helps(trial, self._limits):
             return None
         num = trial.num_servers // settings.get("dp", 1)
-        try:
-            server = changed(trial.server, self._budgets, settings)
-        except ConfigError:
-            return None
         words = variant.in_words.format(**settings)
         words = f"{trial.changed}, {words}" if trial.changed else words
-        found = self.trials.first(server, num, rate, words)
+        try:
+            server = changed(trial.server, self._budgets, settings)
+            found = self.trials.first(server, num, rate, words)
+        except ConfigError:  # a fleet may have no room for what its widths share
+            return None
         return self.trials.confirmed(found, rate) if found.meets else found

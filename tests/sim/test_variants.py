@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from test_servers import LOAD, field_of, target
 
+from shiftjax.options import ConfigError
 from shiftjax.sim.load import Limits
 from shiftjax.sim.trials import Measured, Trial
 from shiftjax.sim.variants import FAR, NEAR, VARIANTS, Changes
@@ -123,3 +124,21 @@ def test_what_has_no_room_for_a_request_is_not_changed():
     trials = Scripted({4096: 0.04})
     assert Changes(trials, {}).kept(refused, 1.0) is None  # type: ignore[arg-type]
     assert LOAD.mean.num_prompt_tokens == 500 and not trials.asked
+
+
+class NoRoom(Scripted):
+    """Widths of a fleet leave no memory beside the weights that they share."""
+
+    def first(self, server, num, rate, words):
+        if server.deployment.widths:
+            raise ConfigError([f"{words}: no memory for KV blocks"])
+        return super().first(server, num, rate, words)
+
+
+def test_a_change_without_room_is_none():
+    one = trial(tpot=0.052, num=1)
+    plain, none = Scripted({}), NoRoom({})
+    for trials in (plain, none):
+        assert Changes(trials, {}).kept(one, 1.0) is None  # type: ignore[arg-type]
+    words = [words for *_, words in plain.asked]
+    assert "as a fleet" in words[-1] and [each[-1] for each in none.asked] == words[:-1]
