@@ -127,10 +127,10 @@ def operations(shape: CodeShape, step: CodeStep) -> Multiply:
     def multiply(x: Codes, matrices: tuple[Matrix, ...]) -> jax.Array:
         if step.matrix.block:
             return project_in(x, matrices[0], dtype=dtype)
-        outs = project_joined(x, matrices, XLA_PRODUCTS, dtype)
-        if step.is_gated:
+        if step.is_gated:  # in float32: the kernel rounds neither gate nor up
+            outs = project_joined(x, matrices, XLA_PRODUCTS, jnp.float32)
             return gate_with(shape.activation, *outs)
-        return jnp.concatenate(outs, axis=1)
+        return jnp.concatenate(project_joined(x, matrices, XLA_PRODUCTS, dtype), axis=1)
 
     return multiply
 
