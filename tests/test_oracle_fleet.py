@@ -52,8 +52,11 @@ def test_a_fleet_gives_the_same_tokens_whatever_groups_there_are():
     fleet = llm.engine.topology.find(Fleet)
     assert fleet is not None
     fleet.policy, fleet.rules = AnyArrangement(1), fleet.rules._replace(arrange_seconds=0.0)
-    compare(llm.engine, "fleet", llm.engine.policy, SHORT, 16)
     stats = fleet.stats
+    for _ in range(6):  # how often the policy is asked depends on how long steps are in flight
+        compare(llm.engine, "fleet", llm.engine.policy, SHORT, 16)
+        if stats.num_moved_sequences > 20 and stats.binds.total() > 3:
+            break
     assert stats.num_moved_sequences > 20 and stats.failed_changes.total() == 0
     assert stats.binds.total() > 3 and llm.stats()["compiles_after_warmup"] == 0
     fleet.policy = OneGroup(1)
