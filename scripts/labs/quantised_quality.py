@@ -41,7 +41,7 @@ def judge(
     model: str, texts: Sequence[str], num_windows: int, options: dict
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probability and likeliest token `[windows, places]`, at every place but the first."""
-    few = {"max_num_seqs": 1, "token_buckets": (WINDOW,)}  # programs to compile
+    few = {"max_num_seqs": 64, "token_buckets": (WINDOW,)}  # programs to compile, rows of logits
     llm = LLM(model, max_model_len=WINDOW + 1, **few, **options)
     assert llm.tokenizer is not None
     ids = [llm.tokenizer.encode(text)[: num_windows * WINDOW] for text in texts]
