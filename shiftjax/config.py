@@ -255,6 +255,11 @@ class CacheOptions:
         "checkpoint's scales",
         check=_no_e5m2,
     )
+    kv_split: Literal["auto", "position", "replicate"] = option(
+        "auto",
+        "devices with the same heads of keys and values hold a part of the positions each, or "
+        "copies; auto: copies, unless these do not hold the longest context",
+    )
     prefix_caching: bool = option(
         True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)
     )
@@ -583,16 +588,34 @@ def _host_memory_is_used(
 
 
 def _pool_holds_a_sequence(
-    max_model_len: int | None, num_blocks: int | None, block_size: int, fleet: bool
+    max_model_len: int | None, num_blocks: int | None, block_size: int, fleet: bool, kv_split: str
 ) -> str | None:
-    if max_model_len is None or num_blocks is None or fleet:
-        return None  # of a fleet, the widest group has to
+    if max_model_len is None or num_blocks is None or fleet or kv_split == "position":
+        return None  # of a fleet, the widest group has to; blocks of `position` are larger
     capacity = (num_blocks - 1) * block_size  # block 0 is the null block
     if capacity >= max_model_len:
         return None
     return (
         f"num_blocks = {num_blocks} of {block_size} tokens hold {capacity} tokens (block 0 is "
         f"reserved), less than max_model_len = {max_model_len}"
+    )
+
+
+def _positions_stay_where_they_are(
+    kv_split: str, fleet: bool, phases: str | None, hosts: int | None, host_memory: str
+) -> str | None:
+    given = {
+        "fleet": fleet,
+        "phases": phases is not None,
+        "hosts": hosts != 1,
+        "host_memory": num_bytes_of(host_memory) > 0,
+    }
+    beside = [name for name, is_given in given.items() if is_given]
+    if kv_split != "position" or not beside:
+        return None
+    return (
+        f"kv_split = position cannot be had with {' and '.join(beside)}: KV moves there by whole "
+        "heads; use kv_split = replicate, or drop the others"
     )
 
 
@@ -721,6 +744,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _machine_is_used,
     _host_memory_is_used,
     _pool_holds_a_sequence,
+    _positions_stay_where_they_are,
     _buckets_hold_the_decodes,
     _buckets_reach_the_budget,
     _lookup_is_a_range,

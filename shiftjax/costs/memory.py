@@ -32,12 +32,19 @@ class Memory(NamedTuple):
 
 
 def kv_token_bytes(layout: Layout, formats: Formats) -> int:
-    """Bytes of KV cache of a token on one device, all layers, replicas included."""
-    return sum(len(each.layers) * each.spec.num_bytes(formats) for each in layout.caches)
+    """Bytes of KV cache of a token on one device, all layers, replicas included.
+
+    Where devices split positions, in the mean over tokens, rounded up.
+    """
+    each = sum(len(each.layers) * each.spec.num_bytes(formats) for each in layout.caches)
+    return -(-each // layout.position_ways)
 
 
 def block_token_bytes(layout: Layout, formats: Formats) -> int:
-    """Bytes of a token in a KV block on one device: of all layers, or of those of a cache group."""
+    """Bytes of a token in a KV block on one device: of all layers, or of those of a cache group.
+
+    Of a token that the device has.
+    """
     return sum(len(each.places) * each.spec.num_bytes(formats) for each in layout.caches)
 
 

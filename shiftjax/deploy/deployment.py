@@ -56,6 +56,7 @@ class Devices(NamedTuple):
     per_host: int = 0  # 0: all are on one host
     budgets: Budgets = OF_CPUS  # of a step, where settings say nothing
     is_priced: bool = True  # what a step costs is known, whatever settings say
+    has_kernels: bool = True  # of attention, or may have
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class Deployment:
     def block_bytes(self) -> int:
         """Bytes of a KV block on one device, of the stage that has the most."""
         each = (block_token_bytes(stage.layout, self.formats) for stage in self.stages)
-        return self.block_size * max(each)
+        return self.block_size // self.layout.position_ways * max(each)
 
     @property
     def host_block_bytes(self) -> int:

@@ -19,6 +19,7 @@ from shiftjax.costs.memory import (
 from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.expert_storage import expert_problems, with_experts
+from shiftjax.deploy.position_rule import with_positions
 from shiftjax.deploy.window_rule import with_freed_blocks
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
@@ -135,6 +136,7 @@ def resolve(
         targets=scheduler.targets,
         seed=config.model.seed,
     )
+    deployment = with_positions(config, deployment, devices)
     _ = deployment.fixed  # that its groups can be formed
     least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())
     if 0 < deployment.host_bytes < least:

@@ -69,17 +69,18 @@ def abstract_pools(
 ) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
     """Describe the pools: what compiling a step needs to know of them."""
     caches, platform = layout.caches, mesh.devices.flat[0].platform
+    own_tokens = block_size // layout.position_ways
     sharding = named(mesh, pool_spec())
 
     def describe(count: int, entry: Entry) -> jax.ShapeDtypeStruct:
         own = entry.dtype(np.dtype(dtype))
         if platform == "cpu" and own == CODE:
             own = BYTE  # or each step would widen all of it (`models/attention.py`)
-        shape = count * num_blocks, layout.num_devices * entry.numbers * block_size
+        shape = count * num_blocks, layout.num_devices * entry.numbers * own_tokens
         return jax.ShapeDtypeStruct(shape, own, sharding=sharding)
 
     widest = max(entry.numbers for cache in caches for entry in cache.spec.entries)
-    most = num_blocks * block_size * widest
+    most = num_blocks * own_tokens * widest
     num = sum(num_pools(len(cache.places), most, platform) for cache in caches)
     return [
         tuple(describe(len(places), entry) for entry in cache.spec.entries)
@@ -142,10 +143,14 @@ def _in_pools(
 
 
 def in_shape(pools: FlatPools, layout: Layout, block_size: int) -> Pools:
-    """Return, on one device, its pools as a step of this layout reads and writes them."""
+    """Return, on one device, its pools as a step of this layout reads and writes them.
+
+    Where devices split positions, blocks have those of `block_size` tokens that are a device's own.
+    """
+    own_tokens = block_size // layout.position_ways
 
     def shape(array: Array, entry: Entry) -> Array:
-        return array.reshape(entry.pool_shape(len(array), block_size))
+        return array.reshape(entry.pool_shape(len(array), own_tokens))
 
     held = layers_of_pools(layout.caches, len(pools))
     return [

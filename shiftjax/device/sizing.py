@@ -38,7 +38,8 @@ def measure(devices: Sequence[Device], hosts: Hosts | None = None) -> Devices:
     budgets = budgets_for(first.platform == "cpu", total)
     # Every CPU has the same kind, which does not say how fast it is.
     is_priced = first.platform != "cpu" and first.device_kind in MACHINE_OF_DEVICE
-    return Devices(len(devices), total, free, share, len(own), budgets, is_priced)
+    known = share, len(own), budgets, is_priced, first.platform != "cpu"
+    return Devices(len(devices), total, free, *known)
 
 
 def host_memory() -> tuple[int, int]:

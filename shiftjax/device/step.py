@@ -265,6 +265,8 @@ class StepDef:
         """One device's part of the step; `given` by the stage before, if there is one."""
         weights = self.weights.local(parallel.mode, params, parallel.as_experts)
         model = self.model.merge(weights)
+        if self.attention.localise is not None:
+            inputs = self.attention.localise(inputs)
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
         ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)

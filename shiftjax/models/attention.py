@@ -32,6 +32,7 @@ from shiftjax.models.attention_work import (
     tile_tokens,
     whole_blocks,
 )
+from shiftjax.models.neighbours import Neighbours
 from shiftjax.models.products import CODE, LARGEST_CODE
 
 __all__ = [
@@ -216,6 +217,7 @@ class LoopOptions(NamedTuple):
     Scores are capped by `soft_cap`. `window` says how far back a token sees. `kv_scales` are those
     with which the pool was written. `sinks` are logits of scores that no value belongs to, one for
     each head (gpt-oss). With `frees_blocks` there may be anything behind the window, NaN included.
+    `neighbours` are those that split positions with this device: its pool has its own of them.
     """
 
     scale: float
@@ -225,6 +227,7 @@ class LoopOptions(NamedTuple):
     sinks: Float[Array, " heads"] | None = None
     sizes: LoopSizes = CPU_SIZES
     frees_blocks: bool = False
+    neighbours: Neighbours | None = None
 
     @property
     def scores(self) -> Scores:
@@ -287,33 +290,44 @@ def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int) -> State:
     return State(filled(LOWEST), filled(0.0), filled(0.0, like.shape[-1]))
 
 
-class Mask(NamedTuple):
-    """Which slots of a chunk of context count."""
+def _fetch(
+    pool: LayerPool,
+    block_ids: Int32[Array, "lanes per_chunk"],
+    exists: jax.Array,
+    dtype: Any,
+    neighbours: Neighbours | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return k and v of one chunk of context, `[lanes, kv_heads, chunk, head_dim]` each.
 
-    seen: jax.Array  # [lanes, 1 or rows, chunk]: masks scores
-    exists: jax.Array  # [lanes, chunk]: holds context; elsewhere v becomes 0, for 0 * NaN is not
+    `exists` [lanes, chunk] says which slots hold context: elsewhere v is 0, for 0 * NaN is not.
+    With neighbours, block numbers are of stripes, whose parts are gathered from them.
+    """
+    lanes, per_chunk = block_ids.shape
+    _, kv_heads, block_size, head_dim = pool[0].shape
+    parts = tuple(_gather_chunk(blocks, block_ids) for blocks in pool)
+    if neighbours is not None:
+        parts, block_size = neighbours.gather_blocks(parts), neighbours.positions.stripe
+    k, v = parts
+    if _are_codes(pool[0]):
+        k, v = (lax.bitcast_convert_type(x, CODE).astype(dtype) for x in (k, v))
+    keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
+    keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
+    v = jnp.where(keep.reshape(v.shape), v, 0)
+    shape = lanes, kv_heads, per_chunk * block_size, head_dim
+    return k.reshape(shape), v.reshape(shape)
 
 
 def _attend(
     state: State,
     q: Float[Array, "lanes kv_heads rows head_dim"],
-    pool: LayerPool,
-    block_ids: Int32[Array, "lanes per_chunk"],
-    mask: Mask,
+    k: Float[Array, "lanes kv_heads chunk head_dim"],
+    v: Float[Array, "lanes kv_heads chunk head_dim"],
+    seen: jax.Array,
     scores: Scores,
 ) -> State:
-    """Take one chunk of context into the softmax."""
-    lanes, per_chunk = block_ids.shape
-    _, kv_heads, block_size, head_dim = pool[0].shape
-    k, v = (_gather_chunk(blocks, block_ids) for blocks in pool)
-    if _are_codes(pool[0]):
-        k, v = (lax.bitcast_convert_type(x, CODE).astype(q.dtype) for x in (k, v))
-    keep = mask.exists.reshape(lanes, 1, per_chunk, block_size, 1)
-    keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
-    v = jnp.where(keep.reshape(v.shape), v, 0)
-    k, v = (x.reshape(lanes, kv_heads, per_chunk * block_size, head_dim) for x in (k, v))
+    """Take one chunk of context into the softmax; `seen` [lanes, 1 or rows, chunk] masks scores."""
     products = jnp.einsum("lkrd,lkcd->lkrc", q, k, preferred_element_type=jnp.float32)
-    masked = jnp.where(mask.seen[:, None], scores(products), -jnp.inf)
+    masked = jnp.where(seen[:, None], scores(products), -jnp.inf)
     maximum = jnp.maximum(state.maximum, masked.max(axis=-1))
     decay = jnp.exp(state.maximum - maximum)
     p = jnp.exp(masked - maximum[..., None])
@@ -364,8 +378,43 @@ def row_attention(
 ) -> Float[Array, "tokens heads head_dim"]:
     """Return attention of the decode rows: row i is q[i]. Rows that have no jobs are zeros.
 
-    A row sees as much of its sequence as `work` says, the window included.
+    A row sees as much of its sequence as `work` says, the window included. Where neighbours split
+    positions, each answers the queries of all of them at its own; the parts are put together.
     """
+    tokens, heads, head_dim = q.shape
+    num_rows, neighbours = work.row_count.shape[0], options.neighbours
+    if neighbours is None:
+        state = _row_states(q, pool, block_tables, work, options)
+    else:
+        asked = neighbours.gather_queries(q[:num_rows])
+        parts = _row_states(asked, pool, block_tables, work, options)
+        state = _of_neighbours(parts, neighbours)
+    out = options.values(state).reshape(num_rows, heads, head_dim)
+    # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
+    return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
+
+
+def _of_neighbours(parts: State, neighbours: Neighbours) -> State:
+    """Return the softmaxes of this device's heads, which neighbours have parts of: one exchange.
+
+    Summed in the order of places: the same bits in all modes.
+    """
+    packed = parts.weighted, parts.total[..., None], parts.maximum[..., None]
+    found = neighbours.exchange_parts(jnp.concatenate(packed, axis=-1))
+    weighted, total, maximum = found[..., :-2], found[..., -2], found[..., -1]
+    highest = maximum.max(0)
+    gain = jnp.exp(maximum - highest[None])
+    return State(highest, (gain * total).sum(0), (gain[..., None] * weighted).sum(0))
+
+
+def _row_states(
+    q: Float[Array, "tokens heads head_dim"],
+    pool: LayerPool,
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    work: RowWork,
+    options: LoopOptions,
+) -> State:
+    """Return the softmaxes of the decode rows over what this device has of their contexts."""
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
     num_rows, scores = work.row_count.shape[0], options.scores
@@ -387,8 +436,8 @@ def row_attention(
             block_ids = tables.at[seq, nth].get(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
-            mask = Mask(exists[:, None], exists)
-            return _attend(state, lane_q, pool, block_ids, mask, scores)
+            k, v = _fetch(pool, block_ids, exists, q.dtype)
+            return _attend(state, lane_q, k, v, exists[:, None], scores)
 
         state = _empty(q, lanes, kv_heads, heads // kv_heads)
         return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
@@ -398,13 +447,9 @@ def row_attention(
         return State(*(put(old, new, w * lanes, 0) for old, new in zip(parts, state, strict=True)))
 
     if waves == 1:
-        state = _combine_all(run_wave(jnp.int32(0)), work)
-    else:
-        parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
-        state = _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
-    out = options.values(state).reshape(num_rows, heads, head_dim)
-    # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
-    return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
+        return _combine_all(run_wave(jnp.int32(0)), work)
+    parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
+    return _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
 
 
 def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
@@ -456,6 +501,9 @@ def _in_tiles(
     """Return `out` with the rows of tiles filled in, one tile after the other."""
     heads, head_dim = q.shape[1:]
     kv_heads, block_size = pool[0].shape[1:3]
+    neighbours = options.neighbours
+    if neighbours is not None:
+        block_size = neighbours.positions.stripe
     q_per_kv, scores, window = heads // kv_heads, options.scores, options.window
     work, num_rows = divided.tiles, divided.rows.row_count.shape[0]
     tile = tile_tokens(q.shape[0], num_rows, options.sizes)
@@ -482,7 +530,8 @@ def _in_tiles(
             if window is not None and options.frees_blocks:
                 exists &= key >= first_seen(begin + shift, window)
             block_ids = _take(_take(tables, seq), c)[None]
-            return _attend(state, tile_q, pool, block_ids, Mask(seen[None], exists), scores)
+            k, v = _fetch(pool, block_ids, exists, q.dtype, neighbours)
+            return _attend(state, tile_q, k, v, seen[None], scores)
 
         state = _empty(q, 1, kv_heads, tile * q_per_kv)
         state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)

@@ -40,6 +40,7 @@ from shiftjax.models.attention_work import (
     loop_sizes,
 )
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
+from shiftjax.models.neighbours import Neighbours, localised, neighbours_of
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -72,6 +73,8 @@ class AttentionBackend(NamedTuple):
     # of context tokens, by the tokens of chunks in a bucket whose tokens are all rows; None: the
     # same work in all buckets
     most_row_reads: int | None = None
+    # (inputs of a step) -> what of them is this device's, where devices split positions; None: all
+    localise: Callable[[Any], Any] | None = None
     reason: str = ""  # why this one was chosen, in words that may leave the process
 
 
@@ -84,16 +87,19 @@ def xla_attention(
     soft_cap: float | None = None,
     sizes: LoopSizes = CPU_SIZES,
     frees_blocks: bool = False,
+    neighbours: Neighbours | None = None,
 ) -> AttentionBackend:
     """Return the XLA loops, whose rounds are as large as `sizes` say.
 
     `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores. With `frees_blocks` what
-    is behind a window may be anything.
+    is behind a window may be anything. With `neighbours` devices split positions: blocks are
+    stripes of theirs.
     """
+    positions = None if neighbours is None else neighbours.positions
     factor = head_dim**-0.5 if scale is None else scale
 
     def for_each_window(divide: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        own = {"block_size": block_size, "sizes": sizes} | kwargs
+        own = {"block_size": block_size, "sizes": sizes, "positions": positions} | kwargs
         return tuple(divide(*args, window=window, **own) for window in windows)
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
@@ -111,13 +117,17 @@ def xla_attention(
 
     def of_layer(terms: LayerTerms) -> LoopOptions:
         own = windows[terms.window], terms.kv_scales, terms.sinks
-        return LoopOptions(factor, soft_cap, *own, sizes, frees_blocks)
+        return LoopOptions(factor, soft_cap, *own, sizes, frees_blocks, neighbours)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
 
+    localise = None
+    if neighbours is not None:
+        localise = functools.partial(localised, neighbours=neighbours, windows=windows)
     rows = functools.partial(for_each_window, divide_rows)
-    return AttentionBackend("xla", divide, rows, attend, attend_rows, write)
+    loops = AttentionBackend("xla", divide, rows, attend, attend_rows, write)
+    return loops._replace(localise=localise)
 
 
 class AttentionNeeds(NamedTuple):
@@ -151,6 +161,8 @@ def choose_attention(
     """
     deterministic, drafts, wanted = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
+    if reason is None and layout.position_ways > 1:
+        reason = "the kernels know nothing of positions that devices split (kv_split = position)"
     if reason is None:
         kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
         reason = _why_not_traced(kernels, layout, *dtypes, block_size)
@@ -171,7 +183,8 @@ def choose_attention(
             reason,
         )
     kind = {"deterministic": deterministic, "drafts": drafts}
-    return loops_of(layout.model, block_size, device.platform, **kind)._replace(reason=reason)
+    own = {"neighbours": neighbours_of(layout, block_size), **kind}
+    return loops_of(layout.model, block_size, device.platform, **own)._replace(reason=reason)
 
 
 def loops_of(
@@ -181,10 +194,12 @@ def loops_of(
     *,
     deterministic: bool = False,
     drafts: bool = False,
+    neighbours: Neighbours | None = None,
 ) -> AttentionBackend:
     """Return the XLA loops of a model, for a platform, and for drafts or not.
 
     `deterministic` ones never split the context of a row, nor take more of it where rows are few.
+    With `neighbours` devices split positions.
     """
     return xla_attention(
         model.head_dim,
@@ -192,8 +207,9 @@ def loops_of(
         block_size,
         scale=model.attention_scale,
         soft_cap=model.attention_soft_cap,
-        sizes=loop_sizes(platform, deterministic, drafts),
+        sizes=loop_sizes(platform, deterministic, drafts, neighbours is not None),
         frees_blocks=model.frees_blocks,
+        neighbours=neighbours,
     )
 
 

@@ -21,6 +21,7 @@ from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.window import Window, first_seen
+from shiftjax.parallel.positions import Positions
 
 
 class RowLoop(NamedTuple):
@@ -59,16 +60,22 @@ def _gpu_rows(num_rows: int) -> RowLoop:
 # A round fits a cache; also of what is no GPU.
 CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128)
 CPU_DRAFT_SIZES = CPU_SIZES._replace(row_tile=8)  # chunks of prompts are dearer in these
+# Devices meet in each round of a tile; drafts are rows, whose keys stay where they are.
+CPU_EXCHANGE_SIZES = CPU_SIZES._replace(tile=256, tile_chunk=512)
 # A round is a few launches, one after the other, some 50 us: it needs as much to do.
 GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024)
 
 
-def loop_sizes(platform: str, deterministic: bool = False, drafts: bool = False) -> LoopSizes:
+def loop_sizes(
+    platform: str, deterministic: bool = False, drafts: bool = False, exchanges: bool = False
+) -> LoopSizes:
     """Return the sizes for the devices of a platform, as JAX names it.
 
     With `deterministic` ones the sums over a row's context do not depend on other rows; with
-    `drafts` sequences may have several rows.
+    `drafts` sequences may have several rows; with `exchanges` each round of a tile has one.
     """
+    if exchanges and platform != "gpu":
+        return CPU_EXCHANGE_SIZES._replace(whole_rows=deterministic)
     if platform == "gpu":
         return GPU_SIZES._replace(whole_rows=deterministic)
     if deterministic:
@@ -137,8 +144,9 @@ def divide_attention(
     block_size: int,
     window: Window | None = None,
     sizes: LoopSizes = CPU_SIZES,
+    positions: Positions | None = None,
 ) -> AttentionWork:
-    """Divide one step; `num_tokens` is the bucket's.
+    """Divide one step; `num_tokens` is the bucket's. With `positions` blocks are their stripes.
 
     Every token of the first `num_decodes` sequences is a decode row; the others are prefill chunks.
     Where `sizes` let many rows
@@ -149,7 +157,7 @@ def divide_attention(
     check_contexts(block_tables, seq_lens, block_size)
     num_rows = sequences.most_rows
     tile = tile_tokens(num_tokens, num_rows, sizes)
-    options = {"block_size": block_size, "window": window, "sizes": sizes}
+    options = {"block_size": block_size, "window": window, "sizes": sizes, "positions": positions}
     rows = sequences.rows
     in_tiles = np.arange(len(seq_lens)) >= num_decodes
     if _row_tile(num_tokens, num_rows, sizes):
@@ -181,12 +189,20 @@ def divide_rows(
     block_size: int,
     window: Window | None = None,
     sizes: LoopSizes = CPU_SIZES,
+    positions: Positions | None = None,
 ) -> RowWork:
-    """Divide decode rows, of which a step of the bucket has `num_rows` at most."""
+    """Divide decode rows, of which a step of the bucket has `num_rows` at most.
+
+    With `positions` jobs are of a device's own: from the first to the last that some device has.
+    What a device has not of them it cuts off in the step (`neighbours.localised`).
+    """
     lanes, waves, chunk = sizes.row_loop(num_rows)
-    capacity, chunk = waves * lanes, whole_blocks(chunk, block_size)
+    capacity = waves * lanes
+    chunk = whole_blocks(chunk, block_size if positions is None else positions.block)
     end = rows.length.astype(np.int64)
     begin = np.maximum(first_seen(end - 1, window), 0)
+    if positions is not None:
+        begin, end = positions.count(begin, positions.ways - 1), positions.count(end, 0)
     first_chunk = begin // chunk
     chunks = -(-end // chunk) - first_chunk
     longest = int(chunks.max(initial=1))

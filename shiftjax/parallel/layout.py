@@ -15,6 +15,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight, plain_axis, read_axis
 from shiftjax.parallel.blocks import heads_of_block
 from shiftjax.parallel.grid import Group, Mode
+from shiftjax.parallel.positions import Positions
 
 # To a multiple of P.
 _MLPS = ("intermediate", "wide_intermediate", "shared_intermediate")
@@ -60,6 +61,8 @@ class Layout:
     `experts_as` all use them as in the mode that splits tokens so many ways, or the nearest. Where
     groups share weights, experts are whole in a unit, and `experts_sp` is how little they may be
     split.
+
+    With `by_position` devices that would hold copies of a KV head split its positions instead.
     """
 
     model: ModelConfig
@@ -69,6 +72,7 @@ class Layout:
     gathers: bool = False
     experts_sp: int = 1
     experts_as: int | None = None
+    by_position: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -177,6 +181,26 @@ class Layout:
     def kv_heads_per_device(self) -> int:
         """KV heads that one device caches, in every mode; one replica when P > num_kv_heads."""
         return max(1, self.num_kv_heads // self.num_devices)
+
+    @property
+    def copies(self) -> int:
+        """Devices that have the same KV heads: neighbours by place."""
+        return max(1, self.num_devices // self.num_kv_heads)
+
+    @property
+    def position_ways(self) -> int:
+        """Devices that split the positions of their KV heads; 1: each has all of them."""
+        return self.copies if self.by_position else 1
+
+    def positions(self, block_size: int) -> Positions | None:
+        """Return how positions fall, in blocks of so many tokens; None: all devices have all.
+
+        Raises ValueError for blocks that devices cannot split evenly.
+        """
+        ways = self.position_ways
+        if block_size % ways:
+            raise ValueError(f"{ways} devices cannot split blocks of {block_size} tokens.")
+        return Positions(ways, block_size // ways) if ways > 1 else None
 
     @property
     def intermediate_size(self) -> int:

@@ -50,7 +50,8 @@ class Target:
         num_devices, per_host = self.machine.num_devices, self.machine.devices_per_host
         is_cpu = self.machine.shared_cores > 0
         more = {"per_host": per_host, "budgets": budgets_for(is_cpu, memory)}
-        return Devices(num_devices, memory, memory, is_priced=not is_cpu, **more)
+        more |= {"is_priced": not is_cpu, "has_kernels": not is_cpu}
+        return Devices(num_devices, memory, memory, **more)
 
     def reserved_bytes(self, deployment: Deployment) -> int:
         """Of a device, beside weights, temporaries and KV, in its widest group."""

@@ -10,6 +10,7 @@ from rows_four_bits import ROWS as FOUR_BITS
 from rows_fp8 import ROWS as FP8
 from rows_heads import ROWS as HEADS
 from rows_plans import ROWS as PLANS
+from rows_positions import ROWS as POSITIONS
 from rows_reproduce import ROWS as REPRODUCE
 from rows_requests import ROWS as REQUESTS
 from rows_routing import ROWS as ROUTING
@@ -22,6 +23,6 @@ from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
-    *(*PLANS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME),
+    *(*PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME),
     *WINDOWS,
 )

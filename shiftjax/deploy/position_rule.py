@@ -1,0 +1,65 @@
+"""Whether devices split the positions of what they would have copies of. No JAX."""
+
+import logging
+from dataclasses import replace
+
+from shiftjax.config import EngineConfig
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.options import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def with_positions(config: EngineConfig, deployment: Deployment, devices: Devices) -> Deployment:
+    """The deployment by the setting `kv_split`; a block is then a stripe, as large on a device.
+
+    Raises ConfigError where it asks for what cannot be had.
+    """
+    wanted, layout = config.cache.kv_split, deployment.layout
+    if wanted == "replicate" or config.fleet.fleet:
+        return deployment
+    ways = {shape.copies for shape in layout.shapes}
+    if ways == {1}:
+        if wanted == "position":
+            words = "kv_split = position changes nothing: no devices cache the same of %s"
+            logger.warning(words, layout.model.name)
+        return deployment
+    if len(ways) > 1:
+        if wanted == "auto":
+            return deployment
+        words = "has layers that differ in how many devices cache the same"
+        raise ConfigError([f"kv_split = position: {layout.model.name} {words}: use replicate"])
+    size = deployment.block_size * max(ways)
+    split = replace(deployment, layout=replace(layout, by_position=True), block_size=size)
+    if wanted == "auto" and not _is_needed(config, deployment, split, devices):
+        return deployment
+    _check_blocks(config, split)
+    words = "%d devices split the positions of what they cache: KV blocks of %d tokens, %d on each"
+    logger.info(words, max(ways), size, deployment.block_size)
+    return split
+
+
+def _is_needed(
+    config: EngineConfig, whole: Deployment, split: Deployment, devices: Devices
+) -> bool:
+    """Whether a sequence as long as may be is held by split positions alone.
+
+    Kernels know nothing of them: what has such never splits unasked, nor what moves KV.
+    """
+    moves = config.host.hosts > 1 or config.cache.host_bytes > 0
+    has_kernels = devices.has_kernels and config.compile.attention != "xla"
+    if moves or has_kernels or whole.num_blocks:
+        return False
+    longest = (each.longest_in(each.memory(devices)) for each in (whole, split))
+    return next(longest) < whole.max_model_len <= next(longest)
+
+
+def _check_blocks(config: EngineConfig, split: Deployment) -> None:
+    given = config.model.max_model_len
+    capacity = split.longest_sequence(split.num_blocks - 1) if split.num_blocks else None
+    if given is None or capacity is None or capacity >= given:
+        return
+    words = f"blocks of {split.block_size} tokens hold {capacity} tokens (block 0 is reserved)"
+    raise ConfigError(
+        [f"num_blocks = {config.cache.num_blocks} {words}, less than max_model_len = {given}"]
+    )

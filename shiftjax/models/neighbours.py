@@ -1,0 +1,109 @@
+"""What devices exchange that split the positions of cached heads (`parallel/positions.py`).
+
+They are R neighbours by place, the same devices in every mode. Of a step with m decode rows and h
+query heads of width d on a device, in activations of b bytes, with f bytes of a softmax's state:
+
+    all-gather  m * R h * d * b          every one answers the queries of all, at its own positions
+    all-to-all  m * R h * (d + 2) * f    parts of each device's own heads come to it
+
+Tiles of prompts gather keys and values instead, a chunk of context in each round of their loop.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.window import Window, first_seen
+from shiftjax.models.attention_work import RowWork
+from shiftjax.parallel.grid import ALL_AXES
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import Positions
+
+
+class Neighbours(NamedTuple):
+    """Devices of a group that split positions; inside a step."""
+
+    positions: Positions
+    num_devices: int  # of the group
+
+    @property
+    def place(self) -> jax.Array:
+        """This device's place among its neighbours."""
+        return jax.lax.axis_index(ALL_AXES) % self.positions.ways
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        ways = self.positions.ways
+        return [list(range(n, n + ways)) for n in range(0, self.num_devices, ways)]
+
+    def gather_queries(
+        self, q: Float[Array, "rows heads width"]
+    ) -> Float[Array, "rows heads_of_all width"]:
+        """Return the queries of all neighbours, whose heads lie next to each other."""
+        own = {"axis": 1, "tiled": True, "axis_index_groups": self._groups}
+        return jax.lax.all_gather(q, ALL_AXES, **own)
+
+    def exchange_parts(
+        self, parts: Float[Array, "rows cached of_all width"]
+    ) -> Float[Array, "ways rows cached own width"]:
+        """Return what each neighbour has found for this device's own of the queries of all."""
+        rows, cached, of_all, width = parts.shape
+        ways = self.positions.ways
+        parts = parts.reshape(rows, cached, ways, of_all // ways, width)
+        send = jnp.moveaxis(parts, 2, 0)
+        return jax.lax.all_to_all(send, ALL_AXES, 0, 0, axis_index_groups=self._groups)
+
+    def gather_blocks(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return blocks `[lanes, rows, blocks, block * width]` as those of stripes.
+
+        Arrays of several widths go together, in one exchange.
+        """
+        own = {"axis": 3, "axis_index_groups": self._groups}
+        found = jax.lax.all_gather(jnp.concatenate(parts, axis=-1), ALL_AXES, **own)
+        ends, end = [], 0
+        for part in parts:
+            end += part.shape[-1]
+            ends.append(end)
+        split = jnp.split(found, ends[:-1], axis=-1)
+        return tuple(each.reshape(*each.shape[:3], -1) for each in split)
+
+
+def neighbours_of(layout: Layout, block_size: int) -> Neighbours | None:
+    """Return the neighbours that split blocks of so many tokens; None: nobody does."""
+    positions = layout.positions(block_size)
+    return None if positions is None else Neighbours(positions, layout.num_devices)
+
+
+def localised(inputs: Any, neighbours: Neighbours, windows: tuple[Window | None, ...]) -> Any:
+    """Return the inputs of a step as a device needs them that has a part of the positions.
+
+    Tokens of others go to the null block. Jobs of rows end, and begin, where the device's own part
+    of their context does. Tiles read all of their context, and stay as they are.
+    """
+    positions, place = neighbours.positions, neighbours.place
+    metadata, late = inputs.attention, inputs.late
+    works = zip(metadata.work, windows, strict=True)
+    of_rows = [(work, (work.rows, window)) for work, window in works]
+    own = tuple(
+        work._replace(rows=_cut(*given, inputs.positions, neighbours)) for work, given in of_rows
+    )
+    slots = positions.own_slots(metadata.slot_mapping, place)
+    if late is not None:
+        asking = inputs.positions[inputs.sample_rows]
+        works = zip(late.work, windows, strict=True)
+        late = late._replace(work=tuple(_cut(*each, asking, neighbours) for each in works))
+    metadata = metadata._replace(slot_mapping=slots, work=own)
+    return inputs._replace(attention=metadata, late=late)
+
+
+def _cut(
+    rows: RowWork, window: Window | None, asking: Int32[Array, " rows"], neighbours: Neighbours
+) -> RowWork:
+    """Return jobs cut to what this device has of their contexts; row i asks at `asking[i]`."""
+    positions, place = neighbours.positions, neighbours.place
+    at = asking[jnp.minimum(rows.job_row, asking.shape[0] - 1)]
+    low = positions.count(jnp.maximum(first_seen(at, window), 0), place)
+    begin, end = jnp.maximum(rows.job_begin, low), positions.count(at + 1, place)
+    return rows._replace(job_begin=begin, job_end=jnp.minimum(rows.job_end, end))

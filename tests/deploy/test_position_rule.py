@@ -1,0 +1,81 @@
+"""Where devices split positions, and what it changes in numbers."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+
+from shiftjax.arch.presets import PRESETS
+from shiftjax.config import EngineConfig
+from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.resolve import resolve
+from shiftjax.options import ConfigError
+
+LLAMA = PRESETS["llama-8b"]  # 8 KV heads
+FEW = replace(LLAMA, num_kv_heads=2)
+GB = 1 << 30
+CPUS = Devices(8, 32 * GB, 32 * GB, has_kernels=False)
+
+
+def resolved(model=FEW, devices=CPUS, **given) -> Deployment:
+    config = EngineConfig.from_options(**({"sp": 4, "tp": 2, "dtype": "bfloat16"} | given))
+    return resolve(config, model, devices)
+
+
+def test_a_block_is_as_large_on_a_device_and_holds_more_tokens():
+    whole, split = (resolved(kv_split=by) for by in ("replicate", "position"))
+    assert (whole.block_size, split.block_size) == (16, 64)
+    assert whole.block_bytes == split.block_bytes
+    memories = whole.memory(CPUS), split.memory(CPUS)
+    assert memories[0].kv_token_bytes == 4 * memories[1].kv_token_bytes
+    assert split.memory(CPUS).num_kv_tokens >= 4 * memories[0].num_kv_tokens
+    assert split.stages[0].layout.position_ways == 4
+    assert split.of_width(4).block_size == 64
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "splits"),
+    [
+        (CPUS, {}, False),  # copies hold the longest context
+        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {}, True),
+        (CPUS._replace(total_bytes=2 * GB, free_bytes=2 * GB), {}, False),  # neither does
+        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {"host_memory": "1GiB"}, False),
+        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB, has_kernels=True), {}, False),
+    ],
+)
+def test_auto_splits_what_copies_would_not_hold(devices, given, splits):
+    sizes = {"sp": 1, "tp": 8, "max_model_len": 131_072, "max_num_seqs": 1}
+    deployment = resolved(devices=devices, **sizes, **given)
+    assert deployment.layout.by_position is splits
+
+
+def test_who_has_no_copies_is_told_that_nothing_changes(caplog):
+    assert not resolved(LLAMA, kv_split="position").layout.by_position
+    assert "kv_split = position changes nothing" in caplog.text
+
+
+def test_the_start_says_how_long_a_block_is(caplog):
+    caplog.set_level(logging.INFO)
+    resolved(kv_split="position")
+    assert "4 devices split the positions" in caplog.text
+    assert "KV blocks of 64 tokens, 16 on each" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "words"),
+    [
+        (
+            PRESETS["gemma-4-31b"],
+            {"sp": 8, "tp": 1},
+            "has layers that differ in how many devices cache the same: use replicate",
+        ),
+        (
+            FEW,
+            {"num_blocks": 5, "max_model_len": 300},
+            "num_blocks = 5 blocks of 64 tokens hold 256 tokens",
+        ),
+    ],
+)
+def test_what_cannot_be_had_is_refused(model, given, words):
+    with pytest.raises(ConfigError, match=words):
+        resolved(model, kv_split="position", **given)

@@ -1,0 +1,175 @@
+"""Devices that would have copies of KV heads split positions: the same tokens in fewer bytes."""
+
+from collections import Counter
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engines import RandomPolicy, checkpoint, crowd, make, run, scaled_checkpoint, tokens
+from oracle import numpy_fp8, numpy_llama
+from spent import thorough
+
+from shiftjax.build import Built
+from shiftjax.core.request import SamplingParams
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.programs import CompileCounter
+from shiftjax.drafts.speculation import DraftStats
+
+PARITY = Path(__file__).parent.parent / "data" / "parity"
+TWO_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def split(directory: Path, sp: int, tp: int, **options) -> Built:
+    """An engine whose pools hold NaN wherever nothing was written."""
+    built = make(directory, sp, tp, None, **({"kv_split": "position"} | options))
+    for runner in built.runners:
+        for program in runner.programs:
+            for mode in runner.step.weights.modes:
+                runner.compiled(program, mode)  # a random policy chooses any
+        if jnp.issubdtype(runner.memory.pools[0][0].dtype, jnp.floating):
+            runner.memory.pools = jax.tree.map(
+                lambda x: jnp.full_like(x, jnp.nan), runner.memory.pools
+            )
+    return built
+
+
+def answers(built: Built, prompts: list[list[int]], seed: int = 0) -> list[list[int]]:
+    built.engine.policy = RandomPolicy(seed)
+    events = run(built.engine, prompts, [GREEDY] * len(prompts))
+    return [tokens(events[i, 0]) for i in range(len(prompts))]
+
+
+def expected(config, tensors, prompts: list[list[int]]) -> list[list[int]]:
+    return [numpy_llama.greedy(config, tensors, prompt, 12) for prompt in prompts]
+
+
+def pool_bytes(built: Built) -> set[int]:
+    """Bytes of the pools on each device."""
+    found: Counter[int] = Counter()
+    for runner in built.runners:
+        for array in jax.tree.leaves(runner.memory.pools):
+            for shard in array.addressable_shards:
+                found[shard.device.id] += shard.data.nbytes
+    return set(found.values())
+
+
+@pytest.mark.costs(20)
+@pytest.mark.parametrize(
+    ("sp", "tp", "ways", "num_blocks"),
+    [(2, 2, 2, 22), *thorough((4, 2, 4, 14), (1, 8, 4, 14), (6, 1, 3, 17))],
+)
+def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks):
+    """With chunks, prefixes that are found and preemption; no switch compiles or takes memory."""
+    directory, config, tensors = checkpoint(**TWO_HEADS)
+    options = {"num_blocks": num_blocks, "token_buckets": [8, 32], "max_model_len": 90}
+    built = split(directory, sp, tp, **options)
+    (runner,) = built.runners
+    assert runner.step.layout.position_ways == ways and runner.step.block_size == 4 * ways
+    counter, bytes_before = CompileCounter(), pool_bytes(built)
+    counter.start()
+    prompts = crowd(3)
+    for seed in (0, 1):
+        assert answers(built, prompts, seed) == expected(config, tensors, prompts)
+    longest = [max(prompts, key=len)]
+    assert len(longest[0]) > 4 * ways  # whose first block is found
+    assert answers(built, longest) == answers(built, longest) == expected(config, tensors, longest)
+    counter.stop()
+    stats = built.engine.stats()
+    assert stats.num_preemptions["recompute"] > 0 and stats.num_prefix_hit_tokens > 0
+    assert all(stats.steps_by_mode[mode.label] > 0 for mode in runner.step.layout.modes)
+    assert counter.count == 0 and pool_bytes(built) == bytes_before
+
+
+@pytest.mark.costs(8)
+def test_a_device_holds_its_part_of_a_block_and_no_more():
+    directory, *_ = checkpoint(**TWO_HEADS)
+    whole, parts = (split(directory, 2, 2, kv_split=by) for by in ("replicate", "position"))
+    deployments = whole.deployment, parts.deployment
+    each = [kv_token_bytes(it.layout, it.formats) for it in deployments]
+    held = [it.num_blocks * it.block_size for it in deployments]
+    assert each == [2 * each[1], each[1]] and held == [held[0], 2 * held[0]]
+    assert [pool_bytes(built) for built in (whole, parts)] == [
+        {num * size} for num, size in zip(held, each, strict=True)
+    ]
+    assert [it.num_blocks * it.block_bytes for it in deployments] == [held[0] * each[0]] * 2
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(
+    ("name", "sp", "tp"),
+    [
+        ("gpt_oss", 1, 4),  # sinks, and windows of which one is freed
+        *thorough(("gemma2", 2, 2)),  # soft caps, and windows
+        *thorough(("llama4_chunks", 2, 2)),
+        *thorough(("mistral", 2, 2)),
+    ],
+)
+def test_windows_sinks_and_soft_caps(name, sp, tp):
+    found = np.load(PARITY / name / "expected.npz")
+    prompts, greedy = (
+        [found[f"{what}_{i}"].tolist() for i in (0, 1)] for what in ("token_ids", "greedy")
+    )
+    longest = max(map(len, prompts)) + 40
+    sizes = {"max_model_len": longest, "max_num_batched_tokens": 64, "token_buckets": [64]}
+    built = split(PARITY / name, sp, tp, max_num_seqs=4, **sizes)
+    assert built.deployment.layout.position_ways > 1
+    got = answers(built, prompts)
+    assert [each[: len(one)] for each, one in zip(got, greedy, strict=True)] == [
+        one[:12] for one in greedy
+    ]
+
+
+@pytest.mark.costs(12)
+def test_codes_are_exchanged_as_codes():
+    directory, config, tensors = scaled_checkpoint(**TWO_HEADS)
+    prompts = crowd(3, count=4)
+    with numpy_fp8.cached():
+        wanted = expected(config, tensors, prompts)
+    built = split(directory, 2, 2, kv_cache_dtype="fp8")
+    assert answers(built, prompts) == wanted
+    (runner,) = built.runners
+    assert {array.dtype.itemsize for array in jax.tree.leaves(runner.memory.pools)} == {1}
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"speculation": "ngram", "controls": {"fixed_drafts": True}},
+        *thorough(
+            {"speculation": "suffix", "controls": {"fixed_drafts": True, "max_draft_rows": 24}}
+        ),
+    ],
+)
+def test_drafts_are_rows_that_see_less_of_a_context(more):
+    directory, config, tensors = checkpoint(**TWO_HEADS)
+    prompts = [[*prompt, *prompt] for prompt in crowd(3, count=5)]
+    built = split(directory, 2, 2, **more)
+    for seed in (0, 1):
+        assert answers(built, prompts, seed) == expected(config, tensors, prompts)
+    stats = built.engine.stats().find(DraftStats)
+    assert stats is not None and stats.num_accepted > 0
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(
+    ("model", "degrees", "more"),
+    [
+        (
+            {"model_type": "llama_swiftkv", "num_hidden_layers": 3, "num_key_value_layers": 1},
+            (2, 2),
+            {},
+        ),
+        *thorough(({"num_hidden_layers": 3}, (2, 2), {"pp": 2})),
+    ],
+    ids=["late layers", "stages"],
+)
+def test_layers_of_rows_alone_and_stages(model, degrees, more):
+    directory, config, tensors = checkpoint(**(TWO_HEADS | model))
+    prompts = crowd(3, count=5)
+    built = split(directory, *degrees, **more)
+    assert all(runner.step.attention.localise for runner in built.runners)
+    assert answers(built, prompts) == expected(config, tensors, prompts)

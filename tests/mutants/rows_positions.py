@@ -1,0 +1,55 @@
+"""Mutants of a cache that devices split by position."""
+
+from mutant import Mutant
+
+POSITIONS = "shiftjax/parallel/positions.py"
+NEIGHBOURS = "shiftjax/models/neighbours.py"
+ATTENTION = "shiftjax/models/attention.py"
+WORK = "shiftjax/models/attention_work.py"
+RULE = "shiftjax/deploy/position_rule.py"
+
+TEST_POSITIONS = "tests/parallel/test_positions.py"
+ON_DEVICES = "tests/device/test_split_positions.py"
+TEST_RULE = "tests/deploy/test_position_rule.py"
+
+# fmt: off
+ROWS = (
+    Mutant(
+        "a place counts what its neighbour has", "positions", POSITIONS,
+        "rest = num % self.stripe - place * self.block",
+        "rest = num % self.stripe - (place + 1) * self.block",
+        (TEST_POSITIONS,), "tokens are written to the slots of others",
+    ),
+    Mutant(
+        "devices write the positions of others", "positions", POSITIONS,
+        "return (self.count(slots + 1, place) - own) * own", "return own",
+        (TEST_POSITIONS,), "a token's keys lie over those of the next one",
+    ),
+    Mutant(
+        "rows see what is beyond them", "positions", NEIGHBOURS,
+        "job_end=jnp.minimum(rows.job_end, end)", "job_end=rows.job_end",
+        (ON_DEVICES,), "a draft attends to the tokens behind it",
+    ),
+    Mutant(
+        "rows see what is behind their windows", "positions", NEIGHBOURS,
+        "begin, end = jnp.maximum(rows.job_begin, low), positions.count(at + 1, place)",
+        "begin, end = rows.job_begin, positions.count(at + 1, place)",
+        (ON_DEVICES,), "a device reads blocks that are freed",
+    ),
+    Mutant(
+        "parts are added as if their scores were alike", "positions", ATTENTION,
+        "gain = jnp.exp(maximum - highest[None])", "gain = jnp.ones_like(maximum)",
+        (ON_DEVICES,), "the part with the largest score counts too little",
+    ),
+    Mutant(
+        "jobs are as long as on the device that has least", "positions", WORK,
+        "positions.count(begin, positions.ways - 1), positions.count(end, 0)",
+        "positions.count(begin, 0), positions.count(end, positions.ways - 1)",
+        (ON_DEVICES,), "the last tokens of a context are seen by nobody",
+    ),
+    Mutant(
+        "a block of the tables is a device's", "positions", RULE,
+        "size = deployment.block_size * max(ways)", "size = deployment.block_size",
+        (TEST_RULE, ON_DEVICES), "the pool is smaller than memory allows",
+    ),
+)
