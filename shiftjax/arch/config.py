@@ -13,9 +13,11 @@ from shiftjax.arch.cache import (
     groups_of,
     keys_and_values,
 )
+from shiftjax.arch.latent import Latent
 
 Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 Scores = Literal["softmax", "sigmoid"]
+AttentionKind = Literal["grouped", "latent"]  # heads that share keys and values, or a latent
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,12 @@ class Experts:
 
     A token's experts are those with the largest router logits, weighted by the softmax of these
     logits (`norm_topk`: the softmax over all experts, made to sum to one, is the same), or by their
-    part of the softmax over all. With `scores` of sigmoid they are those with the largest sigmoids
-    of logits, a correction added where there is one, out of the `groups_per_token` groups whose two
-    best sum to most; weighted by the sigmoids themselves (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    part of the softmax over all; out of the `groups_per_token` groups whose best is largest
+    (DeepSeek-V2, arXiv 2405.04434, 2.2.2).
+
+    With `scores` of sigmoid they are those with the largest sigmoids of logits, a correction added
+    where there is one, out of the `groups_per_token` groups whose two best sum to most; weighted by
+    the sigmoids themselves (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
     """
 
     num: int
@@ -236,6 +241,7 @@ class ModelConfig:
     layer_kinds: tuple[LayerKind, ...] = ()
     experts: Experts | None = None  # in place of the MLP, in all layers but some
     encoder: Encoder | None = None  # None: a decoder
+    latent: Latent | None = None  # keys and values are made of it; None: they are cached
     num_labels: int = 0  # a decoder that scores a text by its last token; 0: it has a vocabulary's
     sliding_window: int | None = None  # keys further back than this are not seen (Mistral)
     frees_blocks: bool = False  # of the KV cache, where no token sees them; see `cache_groups`
@@ -258,7 +264,29 @@ class ModelConfig:
     @property
     def cache(self) -> CacheSpec:
         """What a layer that has the model's own KV heads keeps of a token; see `caches`."""
+        if self.latent is not None:
+            return self.latent.cache
         return keys_and_values(self.num_kv_heads, self.head_dim)
+
+    @property
+    def attention(self) -> AttentionKind:
+        """Which weights and which module attention has."""
+        return "grouped" if self.latent is None else "latent"
+
+    @property
+    def query_dim(self) -> int:
+        """Numbers of a head's queries, as devices exchange them."""
+        return self.head_dim if self.latent is None else self.latent.query_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a head's output, which the last product of attention reads."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def values_in_keys(self) -> int | None:
+        """The first numbers of a cached row that are values, too; None: these are cached apart."""
+        return None if self.latent is None else self.latent.rank
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
@@ -400,6 +428,8 @@ class ModelConfig:
     @property
     def attention_scale(self) -> float:
         """What attention multiplies the products of queries and keys with."""
+        if self.latent is not None:
+            return self.latent.scale(self.rope_scaling)
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property

@@ -9,4 +9,23 @@ LONGEST_BY_DEFAULT = 262_144
 
 def longest_context(model: ModelConfig, wanted: int | None = None) -> int:
     """Return the tokens that prompt and output may have: `wanted`, or those that are usual."""
-    return wanted or min(model.max_position_embeddings, LONGEST_BY_DEFAULT)
+    return wanted or min(model.max_position_embeddings, most_attended(model) or LONGEST_BY_DEFAULT)
+
+
+def most_attended(model: ModelConfig) -> int | None:
+    """Return how many keys an indexer chooses for a token; None: tokens attend to all."""
+    return None if model.latent is None else model.latent.index_topk
+
+
+def context_problems(model: ModelConfig, wanted: int | None) -> list[str]:
+    """Return why contexts cannot be as long as is wanted; none: they can."""
+    limit, most = model.max_position_embeddings, most_attended(model)
+    if wanted is not None and wanted > limit:
+        return [f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions"]
+    if wanted is not None and most is not None and wanted > most:
+        words = f"{model.name} attends to {most} tokens of a context, which an indexer chooses"
+        return [
+            f"max_model_len = {wanted}: {words} (DeepSeek Sparse Attention), and there is no "
+            f"indexer here: use {most}, up to which all are attended to"
+        ]
+    return []

@@ -14,6 +14,7 @@ from shiftjax.arch.config import (
     QueryGrowth,
     RopeScaling,
 )
+from shiftjax.arch.latent import Latent
 from shiftjax.arch.traits import traits_of
 
 _COLUMNS = (
@@ -131,6 +132,39 @@ _GLM45 = {
     "rope_theta": 1_000_000.0,
 }
 _SIGMOIDS = {"scores": "sigmoid", "has_correction": True}
+_DEEPSEEK = {
+    "max_position_embeddings": 163_840,
+    "rms_norm_eps": 1e-6,
+    "rope_interleaved": True,
+    "rotary_dim": 64,
+}
+# Square blocks, as they are published; heads are 192 wide.
+_FP8_BLOCKS = {"codes": Codes(rows_of_scale=64)}
+_DEEPSEEK_YARN = RopeScaling("yarn", 40.0, 1.0, 32.0, 4096)
+_DEEPSEEK2 = _DEEPSEEK | {
+    "architecture": "deepseek_v2",
+    "vocab_size": 102_400,
+    "rope_scaling": _DEEPSEEK_YARN,
+    "bos_token_id": 100_000,
+    "eos_token_ids": (100_001,),
+}
+_DEEPSEEK3 = _DEEPSEEK | {
+    "architecture": "deepseek_v3",
+    "vocab_size": 129_280,
+    "rope_scaling": _DEEPSEEK_YARN,
+    "latent": Latent(512, 64, 128, 128, 1536, mscale=1.0),
+    "bos_token_id": 0,
+    "eos_token_ids": (1,),
+}
+_KIMI2 = _DEEPSEEK3 | {
+    "architecture": "kimi_k2",
+    "vocab_size": 163_840,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 50_000.0,
+    "rope_scaling": RopeScaling("yarn", 32.0, 1.0, 1.0, 4096),
+    "bos_token_id": 163_584,
+    "eos_token_ids": (163_585, 163_586),
+}
 _OLMO2 = {
     "architecture": "olmo2",
     "vocab_size": 100_352,
@@ -245,6 +279,14 @@ _TINY_GLM45 = _TINY_GLM4 | {
         **_SIGMOIDS,
     ),
 }
+_TINY_DEEPSEEK3 = _TINY_GLM45 | {
+    "architecture": "deepseek_v3",
+    "attention_bias": False,
+    "qk_norm": False,
+    "rope_interleaved": True,
+    "rotary_dim": 8,
+    "latent": Latent(24, 8, 8, 8, 16),
+}
 
 _PRESETS = (
     preset("tiny", _TINY, 64, 128, 2, 8, 4, 8),
@@ -271,6 +313,7 @@ _PRESETS = (
         "tiny-olmoe", _TINY, 64, 32, 2, 8, 4, 8, architecture="olmoe", experts=Experts(8, 2, 32)
     ),
     preset("tiny-glm4-moe", _TINY, 64, 128, 2, 8, 4, 8, **_TINY_GLM45),
+    preset("tiny-deepseek-v3", _TINY, 64, 128, 2, 8, 1, 32, **_TINY_DEEPSEEK3),
     preset("tiny-llama4", _TINY, 64, 128, 4, 8, 4, 8, **_TINY_LLAMA4),
     preset("tiny-gemma3", _TINY, 64, 128, 6, 8, 4, 8, **_TINY_GEMMA3),
     preset("tiny-olmo2", _TINY, 64, 128, 2, 8, 4, 8, architecture="olmo2"),
@@ -318,6 +361,34 @@ _PRESETS = (
         *("glm-4.6", _GLM45, 5120, 12_288, 92, 96, 8, 128),
         **{"qk_norm": True, "max_position_embeddings": 202_752},
         experts=Experts(160, 8, 1536, 1536, dense_layers=(0, 1, 2), scale=2.5, **_SIGMOIDS),
+    ),
+    preset(
+        *("deepseek-v2-lite", _DEEPSEEK2, 2048, 10_944, 27, 16, 1, 576),
+        latent=Latent(512, 64, 128, 128, mscale=0.707),
+        experts=Experts(64, 6, 1408, 2816, norm_topk=False, dense_layers=(0,)),
+    ),
+    preset(
+        *("deepseek-v2", _DEEPSEEK2, 5120, 12_288, 60, 128, 1, 576),
+        latent=Latent(512, 64, 128, 128, 1536, mscale=0.707),
+        experts=Experts(
+            *(160, 6, 1536, 3072),
+            **{"norm_topk": False, "dense_layers": (0,), "scale": 16.0},
+            **{"num_groups": 8, "groups_per_token": 3},
+        ),
+    ),
+    preset(
+        *("deepseek-v3", _DEEPSEEK3, 7168, 18_432, 61, 128, 1, 576),
+        experts=Experts(
+            *(256, 8, 2048, 2048),
+            **{"dense_layers": (0, 1, 2), "scale": 2.5, "num_groups": 8, "groups_per_token": 4},
+            **_SIGMOIDS,
+        ),
+        **_FP8_BLOCKS,
+    ),
+    preset(
+        *("kimi-k2", _KIMI2, 7168, 18_432, 61, 64, 1, 576),
+        experts=Experts(384, 8, 2048, 2048, dense_layers=(0,), scale=2.827, **_SIGMOIDS),
+        **_FP8_BLOCKS,
     ),
     preset("gemma-3-1b", _GEMMA3, 1152, 6912, 26, 4, 1, 256, **_GEMMA3_1B),
     preset("gemma-3-27b", _GEMMA3, 5376, 21_504, 62, 32, 16, 128, **_GEMMA3_27B),

@@ -13,7 +13,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
-from shiftjax.arch.config import Experts, LayerParts, ModelConfig, Speculator
+from shiftjax.arch.config import AttentionKind, Experts, LayerParts, ModelConfig, Speculator
 from shiftjax.arch.traits import DECODERS
 from shiftjax.options import ConfigError
 
@@ -24,7 +24,7 @@ LSTM_GATES = ("forget", "input", "output", "cell")
 EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a tensor for each
 
 
-Plain = Literal["matrix", "table", "norm", "head_norm", "bias", "correction"]
+Plain = Literal["matrix", "latent_up", "table", "norm", "head_norm", "bias", "correction"]
 Kind = Plain | Literal["codes", "scale", "scales", "zeros", "input_scale", "kv_scale"]
 
 
@@ -71,7 +71,8 @@ class Weight(NamedTuple):
     The dimension that devices split comes first, so that a shard is contiguous. Checkpoints hold
     every matrix as `[out, in]`, so one whose input is split is `transposed`.
 
-    A `table` is the embedding or the LM head; a `head_norm` is a norm that checkpoints have as
+    A `table` is the embedding or the LM head; a `latent_up` is a matrix that is used in both
+    directions, and so never becomes codes; a `head_norm` is a norm that checkpoints have as
     `[heads, head_dim]`; a `correction` is float32 in every format. `codes` are a quantised matrix,
     `scale` what they are in units of and `input_scale` what its inputs are; `scales` and `zeros`
     are those of groups of inputs (`parallel/stored.py`).
@@ -244,19 +245,7 @@ def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
     hidden = config.hidden_size
     for name, source in NORMS.get(config.architecture, _NORMS_BEFORE).items():
         yield _norm(name, hidden, source)
-    num_kv_heads, head_dim = config.head_shapes[parts.heads]
-    for name, axis, num_heads, has_bias in (
-        ("q", "heads", config.num_heads, config.attention_bias),
-        ("k", "kv_heads", num_kv_heads, config.attention_bias),
-        ("v", "kv_heads", num_kv_heads, config.attention_bias),
-        ("o", "heads", config.num_heads, config.output_bias),
-    ):
-        if name in "kv"[parts.num_kv :]:
-            continue
-        shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
-        axes = of_shape(axis, parts.heads), None, None
-        matrix = Weight(f"attention.{name}", shape, axes, source)
-        yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
+    yield from _ATTENTIONS[config.attention](config, parts)
     if parts.has_experts and config.experts is not None:
         names = EXPERT_NAMES.get(config.architecture, _QWEN_EXPERTS)  # what is planned for alone
         yield from _moe(config.experts, hidden, names)
@@ -269,7 +258,7 @@ def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
             width, axis = 2 * width, "wide_intermediate"
         yield from _mlp("mlp", (width, hidden), source, config.mlp_bias, axis)
     if config.qk_norm:
-        norms = _qk_norms(config, head_dim)
+        norms = _qk_norms(config, config.head_shapes[parts.heads][1])
         yield from norms if parts.num_kv else itertools.islice(norms, 1)
     if config.layer_input_width:
         yield from _own_input(hidden, config.layer_input_width)
@@ -278,6 +267,54 @@ def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
     if config.attention_sinks:  # attention has its own heads in every mode, as SHIFT splits them
         shape, axes, source = (config.num_heads, 1), ("heads", None), "self_attn.sinks"
         yield Weight("attention.sinks", shape, axes, source, "bias", in_shift=True)
+
+
+def _grouped_attention(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
+    hidden, (num_kv_heads, head_dim) = config.hidden_size, config.head_shapes[parts.heads]
+    for name, axis, num_heads, has_bias in (
+        ("q", "heads", config.num_heads, config.attention_bias),
+        ("k", "kv_heads", num_kv_heads, config.attention_bias),
+        ("v", "kv_heads", num_kv_heads, config.attention_bias),
+        ("o", "heads", config.num_heads, config.output_bias),
+    ):
+        if name in "kv"[parts.num_kv :]:
+            continue
+        shape, source = (num_heads, head_dim, hidden), f"self_attn.{name}_proj"
+        axes = of_shape(axis, parts.heads), None, None
+        matrix = Weight(f"attention.{name}", shape, axes, source)
+        yield from _projection(matrix._replace(transposed=name == "o"), has_bias)
+
+
+def _latent_attention(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
+    """Projections down, which every device has whole, their norms, and projections up, by heads.
+
+    `kv_up` is used by attention, which has its own heads in every mode, as SHIFT splits them.
+    """
+    latent, hidden, heads = config.latent, config.hidden_size, config.num_heads
+    assert latent is not None
+    by_heads = "heads", None, None
+    source, width = "self_attn.q_proj", hidden
+    if latent.query_rank is not None:
+        source, width = "self_attn.q_b_proj", latent.query_rank
+        down = Weight("attention.q_down", (width, hidden), (None, None), "self_attn.q_a_proj")
+        yield from _projection(down, config.attention_bias)
+        yield _norm("attention.q_norm", width, "self_attn.q_a_layernorm")
+    yield Weight("attention.q", (heads, latent.query_dim, width), by_heads, f"{source}.weight")
+    source = "self_attn.kv_a_proj_with_mqa"
+    down = Weight("attention.kv_down", (latent.width, hidden), (None, None), source)
+    yield from _projection(down, config.attention_bias)
+    yield _norm("attention.kv_norm", latent.rank, "self_attn.kv_a_layernorm")
+    shape, source = (heads, latent.nope_dim + latent.value_dim, latent.rank), "self_attn.kv_b_proj"
+    up = Weight("attention.kv_up", shape, by_heads, f"{source}.weight", "latent_up")
+    yield up._replace(in_shift=True)
+    shape = heads, latent.value_dim, hidden
+    out = Weight("attention.o", shape, by_heads, "self_attn.o_proj", transposed=True)
+    yield from _projection(out, config.output_bias)
+
+
+_ATTENTIONS: Mapping[AttentionKind, Callable[[ModelConfig, LayerParts], Iterator[Weight]]] = (
+    MappingProxyType({"grouped": _grouped_attention, "latent": _latent_attention})
+)
 
 
 def _qk_norms(config: ModelConfig, head_dim: int) -> Iterator[Weight]:
@@ -313,7 +350,10 @@ _MIXTRAL_EXPERTS = ExpertNames(
 EXPERT_NAMES: Mapping[str, ExpertNames] = MappingProxyType(
     {
         **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _QWEN_EXPERTS),
-        "glm4_moe": _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
+        **dict.fromkeys(
+            ("glm4_moe", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm_moe_dsa"),
+            _QWEN_EXPERTS._replace(shared="mlp.shared_experts"),
+        ),
         "gemma4_text": _QWEN_EXPERTS._replace(router="router.proj", expert=f"experts.{EACH}"),
         "gpt_oss": _QWEN_EXPERTS._replace(router="mlp.router"),  # as `weights/hf_names.py` reads it
         "llama4_text": _QWEN_EXPERTS._replace(
@@ -576,4 +616,4 @@ def num_parameters(config: ModelConfig) -> int:
 def layer_parameters(config: ModelConfig) -> int:
     """Return the numbers in the matrices of all layers, which are not a speculator's."""
     weights = family_of(config).weights(config)
-    return sum(weight.num_elements for weight in weights if weight.kind == "matrix")
+    return sum(weight.num_elements for weight in weights if weight.kind in ("matrix", "latent_up"))

@@ -50,18 +50,24 @@ def layer_collectives(
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all brings each device n tokens of its query heads and of what it caches, or of query
     heads alone in layers without KV of their own. Another carries the output, n of its heads. Norms
-    of all heads sum two numbers a token over the devices that split a weight.
+    of all heads sum two numbers a token over the devices that split a weight. Latents go to all
+    devices in an all-gather, beside the query heads.
 
     A layer of experts, which are used as in the mode `experts`, has an MLP's sums. What shares
     them brings its tokens together before that, and scatters their sums.
     """
-    queries = layout.heads_per_device * layout.model.head_dim
-    sums = num_tokens * queries * activation_bytes
-    brought = num_tokens * (queries + layout.cache.numbers) * activation_bytes
-    brought = brought if has_kv else sums
+    each = num_tokens * activation_bytes  # bytes of a number of all tokens
+    queries, sums = (
+        each * layout.heads_per_device * width
+        for width in (layout.model.query_dim, layout.model.value_dim)
+    )
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if experts else 2)]
     weights, tokens = strides(mode, layout.tp)
-    moves.append(Collective("all-to-all", mode.sp, brought, 1, tokens))
+    cached = each * layout.cache.numbers if has_kv else 0
+    if layout.model.latent is not None:
+        moves.append(Collective("all-gather", mode.sp, cached, 1, tokens))
+        cached = 0
+    moves.append(Collective("all-to-all", mode.sp, queries + cached, 1, tokens))
     moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
     if layout.model.wide_qk_norm:
         squares = num_tokens // mode.sp * SQUARES

@@ -25,7 +25,7 @@ from shiftjax.parallel.layout import Layout
 if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
 
-ROUTED_KERNELS = 5  # of a layer: q, k and v, o, the router and two of the experts
+ROUTED_KERNELS = 3  # of a layer beside attention: the router and two of the experts
 NARROW = 4096  # experts of less have Triton kernels of default tiles; wider ones are tuned
 
 

@@ -97,6 +97,11 @@ class KernelCosts(NamedTuple):
         sizes, stored = Product(rows, inner, columns), self.formats.dense
         return self._product(sizes, stored, self._computed_in(stored))
 
+    def plain(self, product: Product) -> float:
+        """Seconds of products with a weight in the activations' format, whatever others have."""
+        fmt = self.formats.activations
+        return self._product(product, fmt, fmt)
+
     def head(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of the LM head's: its weight has the activations' format, logits are float32."""
         fmt = self.formats.activations
@@ -162,10 +167,15 @@ class KernelCosts(NamedTuple):
         shorter, longer = sorted((computing, reading))
         return longer + (1 - self.machine.memory_overlap) * shorter
 
-    def attention(self, query_heads: int, head_dim: int, cache: CacheSpec) -> "AttentionCosts":
-        """A layer's attention with so many query heads, and such a cache, on the device."""
+    def attention(
+        self, query_heads: int, head_dim: int, cache: CacheSpec, value_dim: int | None = None
+    ) -> "AttentionCosts":
+        """A layer's attention with so many query heads, and such a cache, on the device.
+
+        Values are as wide as keys, `head_dim`, if nothing else is said.
+        """
         machine, formats = self.machine, self.formats
-        width = 2 * head_dim
+        width = head_dim + (value_dim or head_dim)
         peak = machine.matmul_flops[formats.activations] * machine.attention_efficiency
         peak *= machine.sustained_efficiency
         kv = ANY if self.full_rate_codes else formats.kv

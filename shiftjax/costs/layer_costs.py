@@ -9,6 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
+from shiftjax.costs.attention_part import absorbed_numbers, attention_products
 from shiftjax.costs.collectives import Collective, parts_collectives
 from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
@@ -124,16 +125,14 @@ class LayerCosts:
         """
         layout, config = self.layout.shapes[parts.heads], self.model
         t, hidden = layout.ways(mode), config.hidden_size
-        heads, columns = layout.attention_columns(mode, parts.num_kv)
-        seconds = self.kernels.product(rows, hidden, columns)
-        seconds += self.kernels.product(rows, heads, hidden)
+        seconds, num_kernels = attention_products(self.kernels, layout, mode, rows, parts)
         if own := config.layer_input_width:  # every device has these matrices whole
             seconds += self.kernels.product(rows, hidden, own)
             seconds += self.kernels.product(rows, own, hidden)
         if part is None or config.experts is None:
-            return seconds + self._mlp(rows, self._mlp_width(parts, t)), 4
+            return seconds + self._mlp(rows, self._mlp_width(parts, t)), num_kernels + 2
         seconds += part.products
-        num_kernels = ROUTED_KERNELS + part.num_kernels
+        num_kernels += ROUTED_KERNELS + part.num_kernels
         beside = layout.intermediate_size if config.experts.beside_mlp else 0
         for inner in (beside, layout.shared_intermediate_size):
             if inner:
@@ -158,13 +157,13 @@ class LayerCosts:
         """What norms, rotary and cache write, activation and codes read and write."""
         layout, config = self.layout.shapes[parts.heads], self.model
         t, local, formats = layout.ways(mode), num_tokens // mode.sp, self.kernels.formats
-        queries = layout.heads_per_device * layout.model.head_dim
+        queries = layout.heads_per_device * layout.model.query_dim
         cached = layout.cache.numbers if parts.num_kv else 0
         inner = self._mlp_width(parts, t) if part is None else 0
         widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
         names = self.engine.launches_of(formats.dense) or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)
-        numbers = 2 * num_tokens * (queries + cached)
+        numbers = num_tokens * (2 * (queries + cached) + absorbed_numbers(layout))
         if part is not None:
             numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t
         if mode.sp > 1:  # packed before and unpacked after both exchanges

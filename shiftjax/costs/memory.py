@@ -77,6 +77,7 @@ def temporary_bytes(
     BASE splits its `num_tokens` over SP; SHIFT's largest step has `num_shift_tokens`. The keys and
     values of late layers are made together, before and after the rotation, of all tokens at once.
     Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
+    Queries of latents are as wide as these, and so are nearly what heads sum, of all tokens.
     Experts are computed of the tokens that BASE splits `experts_sp` ways: those, their sums, and
     what each of a token's experts gives.
     """
@@ -84,6 +85,9 @@ def temporary_bytes(
     inner = max(layout.intermediate_size, layout.shared_intermediate_size)
     base = -(-num_tokens // layout.sp) * (4 * hidden + 3 * inner // layout.tp)
     shift = num_shift_tokens * (4 * hidden + 3 * inner // layout.num_devices)
+    if latent := layout.model.latent:
+        of_token = layout.heads_per_device * (latent.width + latent.rank)
+        base, shift = base + num_tokens * of_token, shift + num_shift_tokens * of_token
     logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
     hidden += layout.model.num_layers * layout.model.layer_input_width // 2  # two, a short while
     late_kv = layout.model.num_late_layers * layout.cache.numbers

@@ -96,7 +96,10 @@ class CostModel:
         late = model.num_early_layers
         self.layers = LayerCosts(layout, self.kernels, engine)
         self._attention = [
-            self.kernels.attention(each.heads_per_device, each.model.head_dim, each.cache)
+            self.kernels.attention(
+                *(each.heads_per_device, each.model.head_dim, each.cache),
+                each.model.values_in_keys,
+            )
             for each in layout.shapes
         ]
         windows = [kind.window for kind in model.kinds]

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
-from shiftjax.arch.contexts import longest_context
+from shiftjax.arch.contexts import context_problems, longest_context, most_attended
 from shiftjax.arch.formats import AUTO, PACKED, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
@@ -83,6 +83,10 @@ def resolve(
     longest = longest_context(model, config.model.max_model_len)
     if config.model.max_model_len is None and longest < model.max_position_embeddings:
         words = "%s is served up to %d tokens of its %d: --max-model-len asks for more"
+        if most_attended(model):
+            words = (
+                "%s is served up to %d tokens of its %d: beyond, an indexer would have to choose"
+            )
         logger.warning(words, model.name, longest, model.max_position_embeddings)
     model = with_freed_blocks(config, served_within(model, longest), longest)
     formats = formats_in(config, model, suited)
@@ -224,7 +228,6 @@ def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:
 
 def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:
     """What is wrong with `config` for this model on a machine of `num_devices` devices."""
-    limit, wanted = model.max_position_embeddings, config.model.max_model_len
     parallel = config.parallel
     degree = (parallel.sp or 1) * (parallel.tp or 1)
     if parallel.devices:
@@ -232,8 +235,10 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     used = degree * parallel.dp * parallel.pp
     problems = stage_problems(parallel.pp, model)
     problems += expert_problems(parallel, model, is_fleet=config.fleet.fleet)
-    if wanted is not None and wanted > limit:
-        problems.append(f"max_model_len = {wanted} is beyond {model.name}'s {limit} positions")
+    problems += context_problems(model, config.model.max_model_len)
+    if model.latent is not None and config.cache.kv_cache_dtype == "fp8":
+        words = f"{model.name} caches latents (MLA), and there are no codes of latents here"
+        problems.append(f"kv_cache_dtype = fp8: {words}: use auto")
     if model.encoder is not None:
         problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
     if config.model.task == "embed":

@@ -48,7 +48,8 @@ BYTE = jnp.dtype(jnp.uint8)
 LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
-LayerPool = tuple[Blocks, ...]  # K and V of one layer, or of several, one after the other
+# K and V, or latents, of one layer, or of several, one after the other
+LayerPool = tuple[Blocks, ...]
 # Those of a model: heads of layers may differ, and so may the shapes of pools.
 ModelPools = list[tuple[Float[Array, "_ _ _ _"] | UInt8[Array, "_ _ _ _"], ...]]
 KVScales = Float[Array, "2 kv_heads"]  # what a code of K, and of V, is in units of
@@ -174,11 +175,13 @@ class State(NamedTuple):
 def write_kv(
     pool: LayerPool,
     k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
+    v: Float[Array, "tokens kv_heads head_dim"] | None,
     slot_mapping: Int32[Array, " tokens"],
     kv_scales: KVScales | None = None,
 ) -> LayerPool:
     """Write each token's k and v into its slot, in place where the pool is donated.
+
+    Without v a pool has k alone, of which a part is values (`LoopOptions.values_in_keys`).
 
     Padding tokens all write to the null block; whose values stay there is unspecified. Pools of
     codes take `kv_scales` (None: 1). What is beyond the largest code becomes that, and NaN stays.
@@ -194,6 +197,8 @@ def write_kv(
         return slots.set(rows, mode="promise_in_bounds", wrap_negative_indices=False)
 
     k_scale, v_scale = _of_each(kv_scales)
+    if v is None:
+        return (put(pool[0], k, k_scale),)
     return put(pool[0], k, k_scale), put(pool[1], v, v_scale)
 
 
@@ -218,6 +223,7 @@ class LoopOptions(NamedTuple):
     with which the pool was written. `sinks` are logits of scores that no value belongs to, one for
     each head (gpt-oss). With `frees_blocks` there may be anything behind the window, NaN included.
     `neighbours` are those that split positions with this device: its pool has its own of them.
+    Where pools have no values, these are the first `values_in_keys` numbers of keys (MLA).
     """
 
     scale: float
@@ -228,11 +234,16 @@ class LoopOptions(NamedTuple):
     sizes: LoopSizes = CPU_SIZES
     frees_blocks: bool = False
     neighbours: Neighbours | None = None
+    values_in_keys: int | None = None
 
     @property
     def scores(self) -> Scores:
         """How scores come out of products, keys' scales included."""
         return Scores(_scaled(self.scale, _of_each(self.kv_scales)[0]), self.soft_cap)
+
+    def width(self, head_dim: int) -> int:
+        """Return the numbers of a value, where keys have so many."""
+        return self.values_in_keys or head_dim
 
     def values(self, state: State, times: int = 1) -> jax.Array:
         """Return the output of a softmax whose state has each head so many times."""
@@ -246,7 +257,7 @@ def ragged_paged_attention(
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     work: AttentionWork,
     options: LoopOptions,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Float[Array, "tokens heads width"]:
     """softmax(scale * q k^T) v of every token over the keys of its own sequence, causal.
 
     The work must have been divided with the same window, and with the same `sizes`. Rows of
@@ -281,13 +292,13 @@ def _chunked(block_tables: jax.Array, block_size: int, chunk: int) -> jax.Array:
     return padded.reshape(seqs, -1, per_chunk)
 
 
-def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int) -> State:
+def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int, width: int) -> State:
     """Return the state before the first key; it varies over the mesh axes that `like` does."""
 
     def filled(value: float, *shape: int) -> jax.Array:
         return jnp.full_like(like, value, shape=(lanes, kv_heads, rows, *shape), dtype=jnp.float32)
 
-    return State(filled(LOWEST), filled(0.0), filled(0.0, like.shape[-1]))
+    return State(filled(LOWEST), filled(0.0), filled(0.0, width))
 
 
 def _fetch(
@@ -295,9 +306,10 @@ def _fetch(
     block_ids: Int32[Array, "lanes per_chunk"],
     exists: jax.Array,
     dtype: Any,
+    values_in_keys: int | None = None,
     neighbours: Neighbours | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return k and v of one chunk of context, `[lanes, kv_heads, chunk, head_dim]` each.
+    """Return k and v of one chunk of context, `[lanes, kv_heads, chunk, width]` each.
 
     `exists` [lanes, chunk] says which slots hold context: elsewhere v is 0, for 0 * NaN is not.
     With neighbours, block numbers are of stripes, whose parts are gathered from them.
@@ -307,21 +319,21 @@ def _fetch(
     parts = tuple(_gather_chunk(blocks, block_ids) for blocks in pool)
     if neighbours is not None:
         parts, block_size = neighbours.gather_blocks(parts), neighbours.positions.stripe
-    k, v = parts
+    k, v = parts[0], parts[-1]
     if _are_codes(pool[0]):
         k, v = (lax.bitcast_convert_type(x, CODE).astype(dtype) for x in (k, v))
     keep = exists.reshape(lanes, 1, per_chunk, block_size, 1)
     keep = jnp.broadcast_to(keep, (lanes, kv_heads, per_chunk, block_size, head_dim))
     v = jnp.where(keep.reshape(v.shape), v, 0)
     shape = lanes, kv_heads, per_chunk * block_size, head_dim
-    return k.reshape(shape), v.reshape(shape)
+    return k.reshape(shape), v.reshape(shape)[..., :values_in_keys]
 
 
 def _attend(
     state: State,
     q: Float[Array, "lanes kv_heads rows head_dim"],
     k: Float[Array, "lanes kv_heads chunk head_dim"],
-    v: Float[Array, "lanes kv_heads chunk head_dim"],
+    v: Float[Array, "lanes kv_heads chunk width"],
     seen: jax.Array,
     scores: Scores,
 ) -> State:
@@ -375,7 +387,7 @@ def row_attention(
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     work: RowWork,
     options: LoopOptions,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Float[Array, "tokens heads width"]:
     """Return attention of the decode rows: row i is q[i]. Rows that have no jobs are zeros.
 
     A row sees as much of its sequence as `work` says, the window included. Where neighbours split
@@ -389,7 +401,7 @@ def row_attention(
         asked = neighbours.gather_queries(q[:num_rows])
         parts = _row_states(asked, pool, block_tables, work, options)
         state = _of_neighbours(parts, neighbours)
-    out = options.values(state).reshape(num_rows, heads, head_dim)
+    out = options.values(state).reshape(num_rows, heads, options.width(head_dim))
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 
@@ -418,7 +430,7 @@ def _row_states(
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
     num_rows, scores = work.row_count.shape[0], options.scores
-    waves, lanes = work.job_row.shape
+    width, (waves, lanes) = options.width(head_dim), work.job_row.shape
     chunk = whole_blocks(options.sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
     jobs = jnp.stack([work.job_row, work.job_seq, work.job_begin, work.job_end], axis=1)
@@ -436,10 +448,10 @@ def _row_states(
             block_ids = tables.at[seq, nth].get(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
-            k, v = _fetch(pool, block_ids, exists, q.dtype)
+            k, v = _fetch(pool, block_ids, exists, q.dtype, options.values_in_keys)
             return _attend(state, lane_q, k, v, exists[:, None], scores)
 
-        state = _empty(q, lanes, kv_heads, heads // kv_heads)
+        state = _empty(q, lanes, kv_heads, heads // kv_heads, width)
         return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
 
     def put_wave(w, parts):
@@ -448,14 +460,14 @@ def _row_states(
 
     if waves == 1:
         return _combine_all(run_wave(jnp.int32(0)), work)
-    parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads)
+    parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads, width)
     return _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
 
 
 def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
     """Return the state of every row from those of its parts."""
     num_rows = work.row_count.shape[0]
-    jobs, kv_heads, q_per_kv, _ = parts.weighted.shape
+    jobs, kv_heads, q_per_kv, width = parts.weighted.shape
 
     def add_part(i, state):
         job = _take(work.row_parts, jnp.minimum(work.row_first + i, jobs - 1))
@@ -471,7 +483,7 @@ def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
             state.weighted * decay[..., None] + part.weighted * gain[..., None],
         )
 
-    state = _empty(q, num_rows, kv_heads, q_per_kv)
+    state = _empty(q, num_rows, kv_heads, q_per_kv, width)
     return lax.fori_loop(0, work.max_parts, add_part, state)
 
 
@@ -497,9 +509,9 @@ def _in_tiles(
     block_tables: jax.Array,
     divided: AttentionWork,
     options: LoopOptions,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Float[Array, "tokens heads width"]:
     """Return `out` with the rows of tiles filled in, one tile after the other."""
-    heads, head_dim = q.shape[1:]
+    (heads, head_dim), width = q.shape[1:], out.shape[-1]
     kv_heads, block_size = pool[0].shape[1:3]
     neighbours = options.neighbours
     if neighbours is not None:
@@ -530,16 +542,17 @@ def _in_tiles(
             if window is not None and options.frees_blocks:
                 exists &= key >= first_seen(begin + shift, window)
             block_ids = _take(_take(tables, seq), c)[None]
-            k, v = _fetch(pool, block_ids, exists, q.dtype, neighbours)
+            own = options.values_in_keys, neighbours
+            k, v = _fetch(pool, block_ids, exists, q.dtype, *own)
             return _attend(state, tile_q, k, v, seen[None], scores)
 
-        state = _empty(q, 1, kv_heads, tile * q_per_kv)
+        state = _empty(q, 1, kv_heads, tile * q_per_kv, width)
         state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)
         new = options.values(state, tile).astype(q.dtype)
-        new = new.reshape(kv_heads, tile, q_per_kv, head_dim).transpose(1, 0, 2, 3)
+        new = new.reshape(kv_heads, tile, q_per_kv, width).transpose(1, 0, 2, 3)
         token = start + jnp.arange(tile, dtype=jnp.int32)
         mine = ((token >= begin) & (token < end))[:, None, None]
-        new = jnp.where(mine, new.reshape(tile, heads, head_dim), old)
+        new = jnp.where(mine, new.reshape(tile, heads, width), old)
         return lax.dynamic_update_slice_in_dim(out, new, start, axis=0)
 
     return lax.fori_loop(0, work.num_tiles, run_tile, out)

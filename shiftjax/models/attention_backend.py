@@ -88,12 +88,13 @@ def xla_attention(
     sizes: LoopSizes = CPU_SIZES,
     frees_blocks: bool = False,
     neighbours: Neighbours | None = None,
+    values_in_keys: int | None = None,
 ) -> AttentionBackend:
     """Return the XLA loops, whose rounds are as large as `sizes` say.
 
     `scale` None is head_dim ** -0.5; `soft_cap` is of the scaled scores. With `frees_blocks` what
     is behind a window may be anything. With `neighbours` devices split positions: blocks are
-    stripes of theirs.
+    stripes of theirs. `values_in_keys`: see `LoopOptions`.
     """
     positions = None if neighbours is None else neighbours.positions
     factor = head_dim**-0.5 if scale is None else scale
@@ -117,7 +118,8 @@ def xla_attention(
 
     def of_layer(terms: LayerTerms) -> LoopOptions:
         own = windows[terms.window], terms.kv_scales, terms.sinks
-        return LoopOptions(factor, soft_cap, *own, sizes, frees_blocks, neighbours)
+        own = *own, sizes, frees_blocks, neighbours, values_in_keys
+        return LoopOptions(factor, soft_cap, *own)
 
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
@@ -161,6 +163,8 @@ def choose_attention(
     """
     deterministic, drafts, wanted = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
+    if reason is None and layout.model.latent is not None:
+        reason = f"{layout.model.name} caches latents (MLA), for which there are no kernels yet"
     if reason is None and layout.position_ways > 1:
         reason = "the kernels know nothing of positions that devices split (kv_split = position)"
     if reason is None:
@@ -210,6 +214,7 @@ def loops_of(
         sizes=loop_sizes(platform, deterministic, drafts, neighbours is not None),
         frees_blocks=model.frees_blocks,
         neighbours=neighbours,
+        values_in_keys=model.values_in_keys,
     )
 
 

@@ -11,6 +11,9 @@ with tokens split `sp` ways:
     all-to-all  n * (h + 2 m) * head_dim * b  and  n * h * head_dim * b per device, if sp > 1
     all-reduce  2 of (n / sp) * d * b over the P / sp devices that split a weight
 
+With latents in place of k and v (MLA), heads are exchanged as wide as queries and values are, and
+an all-gather of n * width * b brings every device the latents of all tokens.
+
 Experts are used as in a mode of their own, which splits tokens e ways. If e >= sp they move what an
 MLP moves. Else the sp / e devices that share experts bring their tokens together, and beside the
 second all-reduce there are
@@ -271,6 +274,14 @@ class Parallel:
         send = q.reshape(q.shape[0], self.mode.sp, -1, q.shape[-1]).swapaxes(0, 1)
         got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
         return got.reshape(-1, *got.shape[2:])
+
+    def scatter_latents(
+        self, q: AllHeads, latents: Float[Array, "tokens_sp 1 width"]
+    ) -> tuple[OwnHeads, Float[Array, "tokens 1 width"]]:
+        """Exchange tokens for heads of queries; every device gets the latents of all tokens."""
+        if not self.splits_tokens:
+            return q, latents
+        return self.scatter_queries(q), _gather(latents)
 
     def gather_heads(self, out: OwnHeads) -> AllHeads:
         """Exchange heads for tokens; in SHIFT this is the identity."""

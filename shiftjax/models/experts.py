@@ -42,10 +42,25 @@ def route(
         logits = logits + bias[None].astype(jnp.float32)
     if experts.scores == "sigmoid":
         return _by_sigmoids(logits, experts, correction)
-    largest, chosen = jax.lax.top_k(logits, experts.per_token)
+    largest, chosen = jax.lax.top_k(_of_best_groups(logits, experts, 1), experts.per_token)
     if experts.norm_topk:
-        return jax.nn.softmax(largest, axis=-1), chosen
-    return jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1), chosen
+        gains = jax.nn.softmax(largest, axis=-1)
+    else:
+        gains = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), chosen, axis=-1)
+    return gains if experts.scale == 1 else gains * experts.scale, chosen
+
+
+def _of_best_groups(
+    ranked: Float[Array, "tokens experts"], experts: Experts, num_best: int
+) -> Float[Array, "tokens experts"]:
+    """Return -inf for experts of other groups than those whose so many best sum to most."""
+    if experts.groups_per_token >= experts.num_groups:
+        return ranked
+    groups = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
+    best = jax.lax.top_k(groups, num_best)[0].sum(axis=-1)
+    _, kept = jax.lax.top_k(best, experts.groups_per_token)
+    is_kept = (kept[:, :, None] == jnp.arange(experts.num_groups)[None, None]).any(axis=1)
+    return jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(ranked.shape)
 
 
 def _by_sigmoids(
@@ -60,13 +75,7 @@ def _by_sigmoids(
     scores = jax.nn.sigmoid(logits)
     ranked = scores if experts.num_groups > 1 else logits
     ranked = ranked if correction is None else scores + correction[None]
-    if experts.groups_per_token < experts.num_groups:
-        groups = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
-        best = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
-        _, kept = jax.lax.top_k(best, experts.groups_per_token)
-        is_kept = (kept[:, :, None] == jnp.arange(experts.num_groups)[None, None]).any(axis=1)
-        ranked = jnp.where(is_kept[:, :, None], groups, -jnp.inf).reshape(ranked.shape)
-    _, chosen = jax.lax.top_k(ranked, experts.per_token)
+    _, chosen = jax.lax.top_k(_of_best_groups(ranked, experts, 2), experts.per_token)
     gains = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.norm_topk:
         gains = gains / (gains.sum(axis=-1, keepdims=True) + LEAST_SUM)

@@ -8,8 +8,9 @@ pass is written for one device's shard, inside `shard_map`; `Parallel` talks to 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from shiftjax.arch.config import LayerKind, ModelConfig
+from shiftjax.arch.config import AttentionKind, LayerKind, ModelConfig
 from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
@@ -44,6 +45,7 @@ from shiftjax.models.layers import (
     unit_norm,
     weighted,
 )
+from shiftjax.models.mla import LatentAttention
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
 from shiftjax.models.products import Activations
@@ -243,6 +245,12 @@ class SwiftKV(Part):
         return pools
 
 
+ATTENTIONS: Mapping[AttentionKind, type[Attention | LatentAttention]] = MappingProxyType(
+    {"grouped": Attention, "latent": LatentAttention}
+)
+"""What layers of a kind of attention compute."""
+
+
 def _feed_forward(params: Params) -> type[MLP | MoE]:
     if "dense" in params:
         return ExpertsBesideMLP
@@ -255,7 +263,11 @@ class DecoderLayer(nnx.Module):
     scalar: nnx.Param  # with layer_scalars
 
     def __init__(
-        self, config: ModelConfig, params: Params, attention: type[Attention], kind: LayerKind
+        self,
+        config: ModelConfig,
+        params: Params,
+        attention: type[Attention | LatentAttention],
+        kind: LayerKind,
     ):
         self.config = config
         for name in (*LAYER_NORMS, "scalar"):
@@ -382,8 +394,9 @@ class Llama(nnx.Module):
                 self.score = params["score"]
             else:
                 self.lm_head = params["lm_head"]
-        attentions: list[type[Attention]] = [
-            Attention if parts.num_kv else SharingAttention for parts in config.parts[:early]
+        usual = ATTENTIONS[config.attention]
+        attentions: list[type[Attention | LatentAttention]] = [
+            usual if parts.num_kv else SharingAttention for parts in config.parts[:early]
         ]
         attentions += [LateAttention] * config.num_late_layers
         of_layers = enumerate(zip(attentions, config.kinds, strict=True))

@@ -56,7 +56,7 @@ def rows_of_scale(model: ModelConfig) -> int:
 
     BLOCK, or a part of it, so that every head, width and shard is some whole ones.
     """
-    sizes = [model.hidden_size, *(head_dim for _, head_dim in model.head_shapes)]
+    sizes = [model.hidden_size, *_head_widths(model)]
     widths = [model.intermediate_size]
     if model.has_wide_sharers:
         widths.append(2 * model.intermediate_size)
@@ -65,3 +65,10 @@ def rows_of_scale(model: ModelConfig) -> int:
         if experts.shared_intermediate_size:
             widths.append(experts.shared_intermediate_size)
     return math.gcd(BLOCK, *sizes, *map(block_of_width, widths))
+
+
+def _head_widths(model: ModelConfig) -> list[int]:
+    """Return the widths of heads that matrices have."""
+    if model.latent is not None:
+        return [model.query_dim, model.value_dim]
+    return [head_dim for _, head_dim in model.head_shapes]

@@ -170,7 +170,7 @@ class Layout:
         """Inputs of o that share a scale as codes, and the heads that they are (`blocks.py`)."""
         model = self.model
         q_per_kv = model.num_heads // model.num_kv_heads
-        return heads_of_block(model.num_heads, q_per_kv, model.head_dim)
+        return heads_of_block(model.num_heads, q_per_kv, model.value_dim)
 
     @property
     def heads_per_device(self) -> int:
@@ -423,7 +423,7 @@ class Layout:
 
         `num_kv` is how many of k and v there are (`LayerParts`).
         """
-        queries = self.num_heads // self.ways(mode) * self.model.head_dim
+        queries = self.num_heads // self.ways(mode) * self.model.value_dim
         kv = len(self.kv_heads_of_ranks(mode)[0]) * self.model.head_dim
         return queries, queries + num_kv * kv
 

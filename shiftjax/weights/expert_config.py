@@ -20,6 +20,7 @@ class _Names(NamedTuple):
     num_shared: str | None = None  # or how many of the others' width it has
     has_shared_gate: bool = False
     has_sigmoids: bool = False  # with a correction, groups and a scale
+    has_groups: bool = False  # and a scale, of softmax
     scales_input: bool = False  # by a sigmoid
     per_token: str = "num_experts_per_tok"
     flag: str | None = None  # says whether there are experts, beside an MLP; None: there are
@@ -43,10 +44,18 @@ _NAMES = {
     ),
     "olmoe": _Names(_NUM, "intermediate_size", _NORM),
     "gpt_oss": _Names(("num_local_experts",), "intermediate_size", has_bias=True),
-    "glm4_moe": _Names(
+    **dict.fromkeys(
+        ("glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa"),
+        _Names(
+            *(("n_routed_experts",), _WIDTH, _NORM, "first"),
+            num_shared="n_shared_experts",
+            has_sigmoids=True,
+        ),
+    ),
+    "deepseek_v2": _Names(
         *(("n_routed_experts",), _WIDTH, _NORM, "first"),
         num_shared="n_shared_experts",
-        has_sigmoids=True,
+        has_groups=True,
     ),
 }
 
@@ -78,6 +87,7 @@ def parse_experts(fields: Fields, architecture: str) -> Experts | None:
         has_bias=names.has_bias,
         beside_mlp=names.flag is not None,
         **_sigmoids(fields, num, per_token) if names.has_sigmoids else {},
+        **_best_groups(fields, num, per_token) if names.has_groups else {},
         **{"scores": "sigmoid", "scales_input": True} if names.scales_input else {},
     )
 
@@ -97,15 +107,26 @@ def expert_fields(architecture: str, num: int | None, width: int | None) -> dict
 
 
 def _sigmoids(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
-    """How experts are chosen by sigmoids: out of which groups, and the scale of their weights."""
+    """How experts are chosen by sigmoids, of a number more for each."""
+    return {"scores": "sigmoid", "has_correction": True} | _groups(fields, num, per_token, 2)
+
+
+def _best_groups(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
+    """How DeepSeek-V2 chooses them by softmax: only `topk_method` says whether groups count."""
+    if fields.data.get("topk_method") == "group_limited_greedy":
+        return _groups(fields, num, per_token, 1)
+    return {"scale": fields.positive("routed_scaling_factor", 1.0)}
+
+
+def _groups(fields: Fields, num: int, per_token: int, least: int) -> dict[str, Any]:
+    """Out of which groups experts are chosen, of `least` experts each; the scale of weights."""
     groups, kept = fields.count("n_group", 1), fields.count("topk_group", 1)
-    if num % groups or (groups > 1 and num < 2 * groups):
-        fields.problem(f"n_group must cut {num} experts in equal parts of 2 or more, not {groups}")
+    if num % groups or (groups > 1 and num < least * groups):
+        parts = f"equal parts of {least} or more"
+        fields.problem(f"n_group must cut {num} experts in {parts}, not {groups}")
     elif kept > groups or kept * num // groups < per_token:
         fields.problem(f"topk_group must leave {per_token} experts, and be {groups} at most")
     return {
-        "scores": "sigmoid",
-        "has_correction": True,
         "num_groups": groups,
         "groups_per_token": kept,
         "scale": fields.positive("routed_scaling_factor", 1.0),
@@ -115,6 +136,8 @@ def _sigmoids(fields: Fields, num: int, per_token: int) -> dict[str, Any]:
 def _dense_layers(fields: Fields, names: _Names) -> tuple[int, ...]:
     """The layers without experts: the first ones; or those listed, and all but `step`-th ones."""
     num_layers = fields.count("num_hidden_layers")
+    if names.dense == "first" and fields.has("mlp_layer_types"):
+        return _not_sparse(fields, num_layers)
     if names.dense == "first":
         return tuple(range(min(num_layers, fields.count("first_k_dense_replace", 1, minimum=0))))
     if names.dense == "none":
@@ -126,6 +149,21 @@ def _dense_layers(fields: Fields, names: _Names) -> tuple[int, ...]:
         fields.problem(f"mlp_only_layers must be a list of layers, found {listed!r}")
         return ()
     return tuple(i for i in range(num_layers) if i in listed or (i + 1) % step)
+
+
+def _not_sparse(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers that `mlp_layer_types` calls dense: the first ones."""
+    name = "mlp_layer_types"
+    kinds = fields.data[name]
+    if not isinstance(kinds, list) or set(map(str, kinds)) - {"dense", "sparse"}:
+        fields.problem(f"{name} must be a list of dense and sparse, found {kinds!r}")
+        return ()
+    if len(kinds) != num_layers and not fields.problems:
+        fields.problem(f"{name} must have {num_layers} entries, found {len(kinds)}")
+    dense = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+    if dense != tuple(range(len(dense))) and not fields.problems:
+        fields.problem(f"{name} must begin with its dense layers, found {kinds!r}")
+    return dense
 
 
 def _others(fields: Fields, num_layers: int) -> tuple[int, ...]:
@@ -166,7 +204,7 @@ def experts_to_json(config: ModelConfig) -> dict[str, Any]:
         data[names.shared] = experts.shared_intermediate_size
     if names.num_shared is not None:
         data[names.num_shared] = experts.shared_intermediate_size // experts.intermediate_size
-    if names.has_sigmoids:
+    if names.has_sigmoids or names.has_groups:
         data |= {"n_group": experts.num_groups, "topk_group": experts.groups_per_token}
         data["routed_scaling_factor"] = experts.scale
     return data

@@ -18,6 +18,7 @@ from shiftjax.weights.family_config import (
 from shiftjax.weights.gemma4_config import GEMMA4, gemma4_json, parse_gemma4
 from shiftjax.weights.hf_defaults import defaults_of
 from shiftjax.weights.hf_layers import layers_json, read_layers
+from shiftjax.weights.latent_config import LATENT, latent_json, parse_latent, rope_dim_of
 from shiftjax.weights.quant_config import FIELD, codes_of, parse_method, with_modelopt
 from shiftjax.weights.scoring_config import SCORES, labels_json, num_labels_of
 from shiftjax.weights.source import CheckpointError
@@ -28,6 +29,7 @@ _WITH_IMAGES = {
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
+    "kimi_k25": ("kimi_k2", "deepseek_v3"),
     "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
 }
@@ -84,15 +86,15 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
     if len(bos) > 1:
         fields.problem(f"bos_token_id must be one token id, found {list(bos)}")
     shape = _attention_shape(fields, architecture)
+    rope_dim = rope_dim_of(fields, architecture, shape["head_dim"])
+    layers = read_layers(fields, architecture, rope_dim)
     config = ModelConfig(
         name=name,
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         intermediate_size=fields.count(intermediate_of(architecture)),
         max_position_embeddings=fields.count("max_position_embeddings"),
-        **shape,
-        **read_layers(fields, architecture, shape["head_dim"]),
-        **traits_of(architecture),
+        **(shape | layers | traits_of(architecture) | parse_latent(fields, architecture)),
         **parse_biases(fields, architecture),
         **parse_family(fields, architecture, shape["head_dim"]),
         rms_norm_eps=fields.positive(epsilon_of(architecture)),
@@ -143,9 +145,9 @@ def _refuse_unsupported(fields: Fields, architecture: str) -> None:
 
 def _attention_shape(fields: Fields, architecture: str) -> dict[str, Any]:
     hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    kv_heads = fields.count("num_key_value_heads", heads)
+    kv_heads = 1 if architecture in LATENT else fields.count("num_key_value_heads", heads)
     head_dim = fields.count("head_dim", max(1, hidden // heads))
-    if not fields.problems:
+    if not fields.problems and architecture not in LATENT:
         if heads % kv_heads:
             fields.problem(f"num_attention_heads {heads} is no multiple of {kv_heads} KV heads")
         if not fields.has("head_dim") and hidden % heads:
@@ -204,6 +206,7 @@ def to_json(config: ModelConfig, dtype: str) -> dict[str, Any]:
         **family_to_json(config),
         **layers_json(config),
         **gemma4_json(config),
+        **latent_json(config),
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": _ids_json(config),

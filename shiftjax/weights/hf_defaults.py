@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 FILE = "hf_defaults.json"
 ROPE = "rope_parameters"
 # Model types that transformers does not know, and the one whose class theirs extends.
-_EXTENDS = {"llama_swiftkv": "llama"}
+_EXTENDS = {"llama_swiftkv": "llama", "kimi_k2": "deepseek_v3"}
 
 
 class Defaults(NamedTuple):

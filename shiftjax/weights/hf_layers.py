@@ -12,6 +12,7 @@ from shiftjax.arch.config import LayerKind, ModelConfig, QueryGrowth, RopeScalin
 from shiftjax.weights.gemma4_config import GEMMA4, with_heads
 from shiftjax.weights.hf_defaults import ROPE, defaults_of
 from shiftjax.weights.hf_ropes import original_of, scaling_json, scaling_of
+from shiftjax.weights.latent_config import LATENT, with_mscale
 from shiftjax.weights.typed_fields import Fields
 
 _PLAIN = ("rope_theta", "partial_rotary_factor")  # what older files have outside
@@ -79,7 +80,7 @@ def layers_json(config: ModelConfig) -> dict[str, Any]:
     roped = [kind for kind in (*full, *sliding) if kind.has_rope] or full
     data: dict[str, Any] = {
         "rope_theta": roped[0].rope_theta,
-        "rope_scaling": scaling_json(roped[0].rope_scaling),
+        "rope_scaling": with_mscale(config, scaling_json(roped[0].rope_scaling)),
     }
     architecture = config.architecture
     if data["rope_scaling"] is None and _usual(architecture, FULL).get("rope_type") != "default":
@@ -126,6 +127,8 @@ def _window(fields: Fields, architecture: str) -> int | None:
 
 def _may_slide(fields: Fields, architecture: str, num_layers: int) -> list[bool]:
     """Return, for each layer, whether it uses sliding-window attention, if there is a window."""
+    if architecture in LATENT:  # `layer_types` say that an indexer chooses keys
+        return [False] * num_layers
     kinds = fields.data.get("layer_types")
     if kinds is not None and architecture != "llama4_text":
         if not isinstance(kinds, list) or set(map(str, kinds)) - {FULL, SLIDING}:

@@ -20,7 +20,7 @@ _QKV = "self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn
 _GATE_UP = "mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")
 _STACKS = {"phi3": dict([_QKV, _GATE_UP]), "glm": dict([_GATE_UP]), "glm4": dict([_GATE_UP])}
 _STACKED_EXPERTS = ("gpt_oss", "llama4_text", *GEMMA4)
-_WITH_DRAFTS = ("glm4_moe",)
+_WITH_DRAFTS = ("glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERTS = re.compile(r"(model\.layers\.\d+\.(?:\w+\.)?experts)\.(gate_up|down)_proj(_bias)?")
 _PROJECTION = re.compile(r"(model\.layers\.\d+)\.(\w+\.\w+_proj)\.(\w+)")
@@ -28,8 +28,9 @@ _TEXT = re.compile(r"(?:model\.language_model|language_model\.model)\.")
 _TEXT_HEAD = re.compile(r"language_model\.lm_head\.")
 _OF_HEAD = re.compile(r"(?:bert|roberta)\.")  # an encoder beside the head that scores with it
 _OF_IMAGES = re.compile(
-    r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|audio_tower|embed_vision|embed_audio)\."
+    r"(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|mm_projector|audio_tower|embed_vision|embed_audio)\."
 )
+_OF_INDEXER = re.compile(r".*\.self_attn\.indexer\.")
 _SHARED = re.compile(r".*\blayers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ def _unused(config: ModelConfig, stored: Mapping[str, TensorInfo]) -> Iterator[s
         "of keys and values are not loaded: their layers read the cache of others": is_shared,
         "of images are not loaded: the model takes text alone": _OF_IMAGES.match,
         "of layers that draft tokens are not loaded": is_behind,
+        "of indexers are not loaded: contexts are within what they choose": _OF_INDEXER.match,
     }
     for words, is_of_kind in kinds.items():
         names = [name for name in stored if is_of_kind(name)]

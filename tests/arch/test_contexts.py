@@ -1,6 +1,7 @@
 """Contexts of millions of tokens: what is served of them, and numbers of 32 bits that hold them."""
 
 import logging
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,24 @@ def test_what_is_served_of_ten_million_positions(caplog, wanted, served):
 def test_more_than_the_model_has_is_refused():
     with pytest.raises(ConfigError, match="max_model_len = 10485761 is beyond llama-4-scout's"):
         resolve(EngineConfig.from_options(max_model_len=MILLIONS + 1), SCOUT, EIGHT)
+
+
+def test_contexts_within_what_an_indexer_chooses_are_served(caplog):
+    latent = replace(PRESETS["deepseek-v3"].latent, index_topk=2048)
+    model = replace(PRESETS["deepseek-v3"], name="glm", latent=latent)
+    more = {"sp": 1, "tp": 8, "num_blocks": 1 << 10, "max_num_seqs": 8}
+    with caplog.at_level(logging.WARNING):
+        found = resolve(EngineConfig.from_options(**more), model, EIGHT)
+    assert found.max_model_len == 2048
+    assert "glm is served up to 2048 tokens of its 163840: beyond, an indexer" in caplog.text
+    with pytest.raises(ConfigError, match="max_model_len = 2049: glm attends to 2048 tokens"):
+        resolve(EngineConfig.from_options(**more, max_model_len=2049), model, EIGHT)
+
+
+def test_codes_of_latents_are_refused():
+    options = EngineConfig.from_options(sp=1, tp=8, num_blocks=1 << 10, kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="kv_cache_dtype = fp8: deepseek-v3 caches latents"):
+        resolve(options, PRESETS["deepseek-v3"], EIGHT)
 
 
 @pytest.mark.parametrize("window", [None, Chunk(8192)])

@@ -18,6 +18,10 @@ PUBLISHED = [
     ("qwen3-30b-a3b", 30.53),
     ("mixtral-8x7b", 46.70),
     ("olmoe-1b-7b", 6.92),
+    ("deepseek-v2-lite", 15.71),
+    ("deepseek-v2", 235.74),
+    ("deepseek-v3", 671.03),
+    ("kimi-k2", 1026.41),
     ("llama-4-scout", 107.77),  # 109 and 402 with the part for images
     ("llama-4-maverick", 400.71),
 ]

@@ -153,6 +153,18 @@ def test_layers_whose_heads_differ_bring_their_own(name, sp, tp, options):
     check_model(PARITY / name, sp, tp, **options)
 
 
+@pytest.mark.costs(15)
+@pytest.mark.parametrize(
+    ("name", "sp", "tp"),
+    quick(
+        [(f"deepseek_{name}", *mesh) for name in ("v2", "v3") for mesh in ((4, 2), (8, 1))],
+        ("deepseek_v3", 4, 2),
+    ),
+)
+def test_latents_go_to_all_and_queries_to_their_heads(name, sp, tp):
+    check_model(PARITY / name, sp, tp)
+
+
 def text_of(compiled: Any) -> str:
     text = compiled.as_text()
     assert text is not None

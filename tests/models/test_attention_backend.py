@@ -129,6 +129,16 @@ def test_what_the_kernels_do_not_have_is_named(options, reason, caplog):
     assert "XLA loops" in record.getMessage() and reason in record.getMessage()
 
 
+def test_latents_have_no_kernels_which_is_said_once(caplog):
+    latents = Layout(PRESETS["deepseek-v3"], 8, 1)
+    assert choose(HOPPER, latents).name == "xla"
+    [record] = caplog.records
+    words = "deepseek-v3 caches latents (MLA), for which there are no kernels yet"
+    assert words in record.getMessage()
+    with pytest.raises(ConfigError, match="cannot run the attention kernels: deepseek-v3 caches"):
+        choose(HOPPER, latents, wanted="pallas")
+
+
 def test_settings_survive_the_table():
     config = KernelConfig(PrefillConfig(kv_tile=64), DecodeConfig(num_blocks=132))
     assert from_row(to_row("NVIDIA H200", 128, 16, config)) == config

@@ -175,6 +175,25 @@ def test_weights_are_parts_of_the_softmax(norm_topk):
         np.testing.assert_allclose(np.asarray(gains)[token], want[1], atol=1e-6)
 
 
+def test_softmax_may_choose_out_of_the_groups_whose_best_is_largest():
+    """DeepSeek-V2's router (arXiv 2405.04434, 2.2.2), token by token."""
+    one, more = case("random"), {"num_groups": 4, "groups_per_token": 2, "scale": 16.0}
+    experts = Experts(NUM, 3, WIDTH, norm_topk=False, **more)
+    gains, chosen = route(jnp.asarray(one.x), jnp.asarray(one.router), experts)
+    others = 0
+    for token, x in enumerate(one.x.astype(float)):
+        scores = np.exp(one.router.astype(float) @ x)
+        scores /= scores.sum()
+        groups = scores.reshape(4, -1)
+        best = np.argsort(-groups.max(axis=1))[:2]
+        kept = np.where(np.isin(np.arange(4), best)[:, None], groups, 0).reshape(-1)
+        want = np.argsort(-kept)[:3]
+        others += set(want) != set(np.argsort(-scores)[:3])
+        assert np.asarray(chosen)[token].tolist() == want.tolist()
+        np.testing.assert_allclose(np.asarray(gains)[token], 16 * scores[want], rtol=1e-5)
+    assert others > 0  # groups matter
+
+
 @pytest.mark.parametrize(("num_groups", "kept"), [(1, 1), (4, 2)])
 @pytest.mark.parametrize("norm_topk", [True, False])
 def test_a_correction_changes_which_experts_are_chosen_and_not_their_weights(

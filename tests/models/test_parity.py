@@ -37,6 +37,7 @@ CASES += [
         *("llama_bias", "qwen3", "olmo2", "gpt_oss", "qwen2_moe", "glm4_moe"),
         *("cohere", "minimax_m2", "llama4_text", "llama4_chunks", "gemma4_text"),
         *("gemma4_inputs", "gemma4_experts"),
+        *("deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves", "glm_moe_dsa"),
     )
     for mesh in SPLITS
 ]

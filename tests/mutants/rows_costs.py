@@ -26,7 +26,7 @@ TEST_LEVELS = "tests/costs/test_levels.py"
 ROWS: tuple[Mutant, ...] = (
     Mutant(
         "the first all-to-all carries values alone", "costs", COLLECTIVES,
-        "(queries + layout.cache.numbers)", "(queries + layout.cache.numbers // 2)",
+        "cached = each * layout.cache.numbers if", "cached = each * layout.cache.numbers // 2 if",
         (TEST_COSTS,),
         "BASE looks cheaper than it is",
     ),

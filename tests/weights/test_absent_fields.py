@@ -12,7 +12,7 @@ from shiftjax.weights.hf_defaults import FILE, defaults_of
 from shiftjax.weights.source import CheckpointError
 
 DATA = json.loads((Path(__file__).parent.parent / "data" / "removals.json").read_text())
-NOT_IN_TRANSFORMERS = {"llama_swiftkv"}
+NOT_IN_TRANSFORMERS = {"llama_swiftkv", "kimi_k2"}
 # transformers refuses these files, though nothing is missing: a head has its own width, and the
 # factor of yarn follows from two contexts.
 READ_ALL_THE_SAME = ("hidden_size", "num_attention_heads", ".factor", ".partial_rotary_factor")

@@ -15,6 +15,7 @@ from shiftjax.weights.source import CheckpointError
 from shiftjax.weights.typed_fields import read_json
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
+PARITY = CONFIGS.parent / "parity"
 
 
 def load(name: str, **changes: object):
@@ -219,6 +220,40 @@ REFUSED = [
     ("qwen2_mixed_windows", {"layer_types": ["full_attention"]}, "must have 2 entries, found 1"),
     ("qwen2_windows", {"layer_types": ["linear_attention"] * 2}, "layer_types must be a list of"),
 ]
+
+
+LATENT_REFUSED = [
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob must be False in deepseek_v2"),
+    ("deepseek_v2", {"mlp_bias": True}, "mlp_bias must be False in deepseek_v2"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method must be greedy or group_limited"),
+    ("deepseek_v2_groups", {"n_group": 3}, "n_group must cut 8 experts in equal parts of 1"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func must be sigmoid in deepseek_v3"),
+    ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq must be 1 in deepseek_v3"),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim must be even, found 7"),
+    ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank must be a whole number of at least 1"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense"]}, "must begin with its dense layers"),
+    ("glm_moe_dsa", {"mlp_layer_types": ["dense"]}, "mlp_layer_types must have 2 entries"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), LATENT_REFUSED)
+def test_what_latent_attention_does_not_compute_is_refused(name, changes, message):
+    data = json.loads((PARITY / name / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message):
+        parse_config(data | changes, name, "config.json")
+
+
+def test_scores_of_latent_attention_grow_with_yarn():
+    """By what DeepSeek-V3's own code says: 0.1 ln(40) + 1, twice."""
+    scale = PRESETS["deepseek-v3"].attention_scale
+    assert scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2)
+    assert replace(PRESETS["deepseek-v3"], rope_scaling=None).attention_scale == 192**-0.5
+
+
+def test_the_text_part_of_kimi_k2_5_is_a_kimi_k2():
+    text = json.loads((PARITY / "deepseek_v3" / "config.json").read_text())
+    outer = {"model_type": "kimi_k25", "text_config": text | {"model_type": "kimi_k2"}}
+    assert parse_config(outer, "kimi", "config.json").architecture == "kimi_k2"
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), REFUSED)

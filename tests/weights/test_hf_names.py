@@ -157,6 +157,21 @@ def test_the_text_part_of_a_model_that_sees_images(prefix, tmp_path, caplog):
         np.testing.assert_array_equal(source.read(name), tensor)
 
 
+def test_indexers_and_layers_that_draft_are_left_out_of_glm_5(tmp_path, caplog):
+    stored = load_file(PARITY / "glm_moe_dsa" / "model.safetensors")
+    own = {name for name in stored if ".indexer." not in name}
+    assert len(own) < len(stored)
+    draft = stored["model.layers.1.self_attn.o_proj.weight"]
+    stored["model.layers.2.self_attn.o_proj.weight"] = draft
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((PARITY / "glm_moe_dsa" / "config.json").read_text())
+    with caplog.at_level("INFO"):
+        source = HuggingFaceSource(tmp_path)
+    check_complete(source)
+    assert "1 tensors of layers that draft tokens are not loaded" in caplog.text
+    assert f"{len(stored) - len(own) - 1} tensors of indexers are not loaded" in caplog.text
+
+
 def test_keys_and_values_that_no_layer_reads_are_left_out(tmp_path, caplog):
     """Published files of Gemma 4 have them in layers that read the cache of others."""
     stored = load_file(PARITY / "gemma4_inputs" / "model.safetensors")

@@ -1,0 +1,187 @@
+"""Models with latent attention (MLA): the engine's tokens are transformers', whatever it does."""
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engines import RandomPolicy, build_tiny, run, tokens
+from harness import forward, silent
+from oracle import quantised_files as files
+from safetensors.numpy import load_file
+from spent import quick
+
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.core.request import SamplingParams
+from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.device.mesh import make_mesh
+from shiftjax.device.place import define, load
+from shiftjax.parallel.blocks import rows_of_scale
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+from shiftjax.weights.hf_config import parse_config, to_json
+from shiftjax.weights.huggingface import HuggingFaceSource
+from shiftjax.weights.typed_fields import read_json
+
+PARITY = Path(__file__).parent.parent / "data" / "parity"
+MODELS = "deepseek_v2", "deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves", "glm_moe_dsa"
+MESHES = [(1, 1), (2, 2), (4, 2), (1, 8), (8, 1)]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@cache
+def expected(name: str) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and what follows them."""
+    data = np.load(PARITY / name / "expected.npz")
+    return [data[f"token_ids_{i}"].tolist() for i in range(2)], [
+        data[f"greedy_{i}"].tolist() for i in range(2)
+    ]
+
+
+def serve(name: str, **options: Any):
+    """Serve prompts three times at once, and all again; return the engine after it."""
+    longest = 64 if name == "glm_moe_dsa" else 128
+    built = build_tiny(PARITY / name, max_model_len=longest, **options)
+    if not options.get("fleet"):
+        built.engine.policy = RandomPolicy(5)
+    prompts, wanted = expected(name)
+    for _ in range(2):
+        events = run(built.engine, prompts * 3, [GREEDY] * 6)
+        found = [tokens(events[i, 0]) for i in range(6)]
+        assert found == wanted * 3
+    return built
+
+
+@pytest.mark.costs(15)
+@pytest.mark.parametrize(
+    ("name", "sp", "tp"),
+    quick([(name, *mesh) for name in MODELS for mesh in MESHES], ("deepseek_v3", 4, 2)),
+)
+def test_tokens_are_those_of_transformers_under_random_modes(name, sp, tp):
+    """Prompts come in chunks, and begin the second time with blocks of the first."""
+    stats = serve(name, sp=sp, tp=tp).engine.stats()
+    assert stats.num_prefix_hit_tokens > 0
+    assert (min(stats.mode_switches.values()) > 0) == (sp > 1)
+
+
+SMALL = {"sp": 2, "tp": 1, "num_blocks": 40}
+FEATURES = [
+    ("recompute", SMALL),
+    ("swap", SMALL | {"preemption": "swap", "host_memory": "1m"}),
+    ("drafts", {"sp": 2, "tp": 1, "speculation": "suffix"}),
+    ("stages", {"sp": 1, "tp": 2, "pp": 2}),
+    ("gather", {"sp": 2, "tp": 1, "weights": "gather"}),
+    ("fleet", {"fleet": True, "tp": 1, "devices": 4}),
+    ("deterministic", {"sp": 2, "tp": 1, "deterministic": True}),
+    ("positions", {"sp": 2, "tp": 2, "kv_split": "position"}),
+    ("positions, drafts", {"sp": 4, "tp": 2, "kv_split": "position", "speculation": "suffix"}),
+    ("positions, recompute", SMALL | {"num_blocks": 20, "kv_split": "position"}),
+    ("positions, stages", {"sp": 2, "tp": 1, "pp": 2, "kv_split": "position"}),
+]
+
+
+@pytest.mark.costs(50)
+@pytest.mark.parametrize(
+    ("feature", "options"),
+    quick(FEATURES, *FEATURES[:8:7]),
+    ids=lambda x: x if type(x) is str else "",
+)
+def test_what_the_engine_does_beside_steps_changes_no_token(feature, options):
+    built = serve("deepseek_v3", **options)
+    preemptions = built.engine.stats().num_preemptions
+    assert feature not in preemptions or preemptions[feature] > 0
+    layout = built.runners[0].step.layout
+    assert layout.position_ways == (layout.num_devices if "positions" in feature else 1)
+
+
+def test_a_token_takes_one_latent_on_every_device():
+    layout = Layout(PRESETS["deepseek-v3"], 8, 1)
+    bfloat16 = Formats("bfloat16", "bfloat16", "bfloat16")
+    assert kv_token_bytes(layout, bfloat16) == 61 * 576 * 2
+    assert kv_token_bytes(Layout(layout.model, 1, 1), bfloat16) == 61 * 576 * 2
+    assert kv_token_bytes(replace(layout, by_position=True), bfloat16) == 61 * 576 * 2 // 8
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2"])
+def test_presets_have_the_blocks_of_their_checkpoints(name):
+    codes = PRESETS[name].codes
+    assert codes is not None and codes.rows_of_scale == rows_of_scale(PRESETS[name])
+
+
+LINEAR = ("_proj.weight", "_proj_with_mqa.weight")
+
+
+@cache
+def quantised(folder: Path) -> tuple[Path, Path, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """A checkpoint of blocks of 128 x 128, as published; and one of the numbers that it says."""
+    stored, numbers = {}, {}
+    for name, x in load_file(PARITY / "deepseek_v3" / "model.safetensors").items():
+        stored[name] = numbers[name] = x
+        if name.endswith(LINEAR):
+            parts, wide = files.fp8_blocks(x, (128, 128))
+            numbers[name] = wide.astype(np.float32)
+            stored |= {f"{name.removesuffix('.weight')}.{key}": x for key, x in parts.items()}
+    config = read_json(PARITY / "deepseek_v3" / "config.json")
+    method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    for kind, tensors, more in (
+        ("fp8", stored, {"quantization_config": method | {"activation_scheme": "dynamic"}}),
+        ("plain", numbers, {}),
+    ):
+        (folder / kind).mkdir()
+        files.save(tensors, folder / kind / "model.safetensors")
+        (folder / kind / "config.json").write_text(json.dumps(config | more))
+    return folder / "fp8", folder / "plain", stored, numbers
+
+
+@pytest.fixture(scope="module")
+def in_blocks(tmp_path_factory):
+    return quantised(tmp_path_factory.mktemp("latents"))
+
+
+def test_blocks_of_a_checkpoint_are_widened_where_they_are_asked_to_be(in_blocks):
+    fp8, plain, *_ = in_blocks
+    prompt = expected("deepseek_v3")[0][0]
+    (_, wide, _), (_, want, _) = (
+        forward(each, prompt, 2, 2, Mode(2, 2), "alias") for each in (fp8, plain)
+    )
+    np.testing.assert_array_equal(wide, want)
+
+
+def test_what_makes_keys_and_values_is_plain_beside_codes(in_blocks):
+    """It is used in both directions, and codes would be taken for numbers."""
+    fp8, plain, stored, numbers = in_blocks
+    source, mesh = HuggingFaceSource(fp8), make_mesh(jax.devices()[:4], 2, 2)
+    formats = Formats("fp8", "float32", "float32")
+    model = define(Layout(source.config, 2, 2), formats)
+    arrays = load(model, Layout(source.config, 2, 2), mesh, source, silent)
+    held = {w.name: np.asarray(x) for w, x in zip(model.declared, arrays, strict=True)}
+    at, ours = "model.layers.1.self_attn", "layers.1.attention"
+    for name, theirs in (
+        ("q_down", "q_a_proj"),
+        ("kv_down", "kv_a_proj_with_mqa"),
+        ("kv_up", "kv_b_proj"),
+    ):
+        assert f"{ours}.{name}_scale" not in held
+        want = numbers[f"{at}.{theirs}.weight"]
+        np.testing.assert_array_equal(held[f"{ours}.{name}"].reshape(want.shape), want)
+    codes, want = held[f"{ours}.q"], stored[f"{at}.q_b_proj.weight"]
+    assert codes.reshape(want.shape).tobytes() == want.tobytes()
+    prompt = expected("deepseek_v3")[0][0]
+    (_, got, _), (_, exact, _) = (
+        forward(folder, prompt, 2, 2, Mode(2, 1), "slice", None, own)
+        for folder, own in ((fp8, formats), (plain, None))
+    )
+    assert np.median(np.abs(got - exact)) < 0.1 * exact.std()  # some tokens change experts
+
+
+def test_a_kimi_is_a_deepseek_v3_of_another_name():
+    data = read_json(PARITY / "deepseek_v3" / "config.json")
+    kimi = parse_config(data | {"model_type": "kimi_k2"}, "deepseek_v3", "config.json")
+    assert to_json(kimi, "float32")["architectures"] == ["DeepseekV3ForCausalLM"]
+    source = HuggingFaceSource(PARITY / "deepseek_v3")
+    assert replace(kimi, architecture="deepseek_v3") == source.config
