@@ -19,6 +19,12 @@ class PagedKV(NamedTuple):
     seq_lens: Int32[Any, " seqs"]  # with the tokens of this step; 0 for padding
 
 
+class CodeKind(NamedTuple):
+    """What codes of the output are in units of."""
+
+    fixed: Float[Any, " 1"] | None = None  # of all; None: of the largest number of each block
+
+
 class AttentionOptions(NamedTuple):
     """softmax(soft_cap(scale * q k^T)) v, causal: what is compiled in."""
 
@@ -29,6 +35,7 @@ class AttentionOptions(NamedTuple):
     # A logit of each head that takes part in the softmax of its rows and has no value (gpt-oss).
     sinks: Float[Any, " heads"] | None = None
     interpret: Any = False  # False, or `InterpretGPUParams` to run on a CPU
+    codes: CodeKind | None = None  # as which the output leaves (`head_codes`); None: as numbers
 
     def wrong(self, heads: int, kv_heads: int) -> list[str]:
         """Return what is wrong with a call of either kernel, but for shapes and types."""

@@ -16,6 +16,7 @@ from pallas_kernels.decode_combine import Parts, combine_jobs
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
 from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
 from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
+from pallas_kernels.head_codes import Heads, no_heads, wrong_codes
 from pallas_kernels.mosaic import FP8, scales_in_memory
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
@@ -30,8 +31,8 @@ def decode_attention(
     options: AttentionOptions,
     config: DecodeConfig = DEFAULT_CONFIG,
     *,
-    out: Float[Array, "tokens heads head_dim"] | None = None,
-) -> Float[Array, "tokens heads head_dim"]:
+    out: Heads | None = None,
+) -> Heads:
     """Attention of the decode rows: row i is token i, of the sequence that `work` says.
 
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
@@ -65,8 +66,8 @@ def decode_attention(
         sinks = jnp.pad(sinks.reshape(kv_heads, q_per_kv), ((0, 0), (0, rows - q_per_kv)))
     parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count], sinks)
     if out is None and count < q.shape[0]:
-        out = jnp.zeros(q.shape, q.dtype)
-    return combine_jobs(parts, q, out, config, options.interpret)
+        out = no_heads(q, options.codes)
+    return combine_jobs(parts, q, out, config, options)
 
 
 def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: DecodeConfig) -> int:
@@ -80,6 +81,8 @@ def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: Dec
         )
     if head_dim % 32 or head_dim < 64:
         wrong.append(f"head_dim {head_dim} is not a multiple of 32 from 64 on")
+    if options.codes is not None:
+        wrong += wrong_codes(head_dim)
     if config.kv_tile % 64:
         wrong.append(f"kv_tile {config.kv_tile} is not a multiple of 64")
     sizes = sorted((block_size, config.kv_tile))

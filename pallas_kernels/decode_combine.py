@@ -8,7 +8,8 @@ of a row are a ragged sum, which there is atomics or padding.
 
 A thread block takes one row, one KV head and COLUMNS of head_dim, so that the jobs of one long
 context are not all read by one block. Where head_dim is no multiple of them, the last block has
-columns that the one before writes (`Shape.products`), and writes the others.
+columns that the one before writes (`Shape.products`), and writes the others. For codes a thread
+block takes all of head_dim, which shares a scale.
 """
 
 import functools
@@ -20,12 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode_terms import down_rows
 from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
-from pallas_kernels.mosaic import COLUMNS, LOG2_E, LOWEST, WGMMA, filled, store
+from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded, like_heads
+from pallas_kernels.mosaic import COLUMNS, FP8, LOG2_E, LOWEST, WGMMA, filled, store
 
 MAX_WARPGROUPS = 4
 MOST_AT_ONCE = JOBS_AT_ONCE // MAX_WARPGROUPS  # outputs of 8 rows that a warpgroup has under way
+REDUCTION_BYTES = 2048  # scratch of maxima over the four warps
 
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted outputs, total weight, largest lse
 
@@ -38,69 +42,86 @@ class Parts(NamedTuple):
     row_first: Any  # [decode rows] the first job of a row
     row_jobs: Any  # [decode rows] how many it has: 0 for what is not a decode row
     sinks: Any  # [kv_heads, rows]; None: there are none
+    fixed: Any = None  # [1] the scale of all codes; None: they have their own, or are none
 
 
 class Scratch(NamedTuple):
     """Shared memory, and its barrier: sums of every warpgroup, and the row that goes out."""
 
-    sums: Any  # [warpgroups, COLUMNS, rows]
+    sums: Any  # [warpgroups, columns, rows]
     totals: Any  # [warpgroups, rows]
     tops: Any
-    staged: Any  # [rows, COLUMNS]
+    staged: Any  # [rows, columns]
     done: Any
+    units: Any = None  # [rows] scales of codes
 
 
 def combine_jobs(
     parts: Parts,
     like: jax.Array,
-    out: jax.Array | None,
+    out: Heads | None,
     config: DecodeConfig,
-    interpret: Any,
-) -> jax.Array:
+    options: AttentionOptions,
+) -> Heads:
     """Return attention of the decode rows in an array of the shape and type of `like`.
 
-    Other rows are those of `out`, in place where that may be; without it `parts` must have all
-    tokens, and what is not a decode row is zeros.
+    Or as codes. Other rows are those of `out`, in place where that may be; without it `parts` must
+    have all tokens, and what is not a decode row is zeros.
     """
     kv_heads, _, all_columns, rows = parts.outputs.shape
+    columns = COLUMNS if options.codes is None else BLOCK
+    parts = parts._replace(fixed=None if options.codes is None else options.codes.fixed)
     most = most_jobs(config, kv_heads)
     warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
     per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
     scratch = Scratch(
-        sums=plgpu.SMEM((warpgroups, COLUMNS, rows), jnp.float32),
+        sums=plgpu.SMEM((warpgroups, columns, rows), jnp.float32),
         totals=per_warpgroup,
         tops=per_warpgroup,
-        staged=plgpu.SMEM((rows, COLUMNS), like.dtype),
+        staged=plgpu.SMEM((rows, columns), like.dtype if options.codes is None else FP8),
         done=plgpu.Barrier(num_arrivals=warpgroups),
+        units=None if options.codes is None else plgpu.SMEM((rows,), jnp.float32),
     )
-    result = None if out is None else jax.new_ref(out)
+    result = None if out is None else jax.tree.map(jax.new_ref, out)
+    written, out_tree = jax.tree.flatten(like_heads(like, options.codes))
     arrays, tree = jax.tree.flatten(parts)
     made = plgpu.kernel(
-        functools.partial(_combine_kernel, tree, result),
-        out_type=() if result is not None else jax.ShapeDtypeStruct(like.shape, like.dtype),
+        functools.partial(_combine_kernel, (tree, out_tree), like.dtype, result),
+        out_type=() if result is not None else tuple(written),
         scratch_types=scratch._asdict(),
-        grid=(parts.row_first.shape[0], kv_heads, all_columns // COLUMNS),
+        grid=(parts.row_first.shape[0], kv_heads, all_columns // columns),
         grid_names=("row", "kv_head", "columns"),
         num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="decode_combine",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
+        ),
+        interpret=options.interpret,
     )(*arrays)
-    return made if result is None else result[...]
+    if result is None:
+        return jax.tree.unflatten(out_tree, made)
+    return jax.tree.map(lambda ref: ref[...], result)
 
 
-def _combine_kernel(tree: Any, kept: Any, *refs: Any, **buffers: Any) -> None:
+def _combine_kernel(
+    trees: tuple[Any, Any], dtype: Any, kept: Any, *refs: Any, **buffers: Any
+) -> None:
     """Combine the jobs of one row and KV head: every warpgroup its share, then the first all.
 
     The result is `kept`, of which rows without jobs stay as they are, or else the last of `refs`.
+    Numbers are rounded to `dtype`.
     """
+    tree, out_tree = trees
     parts = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    scratch, result = Scratch(**buffers), refs[-1] if kept is None else kept
+    scratch, result = Scratch(**buffers), kept
+    if kept is None:
+        result = jax.tree.unflatten(out_tree, refs[tree.num_leaves :])
+    values = result.values if isinstance(result, CodedHeads) else result
     row, head = lax.axis_index("row"), lax.axis_index("kv_head")
-    block = lax.axis_index("columns")
-    columns = pl.ds(block * COLUMNS, COLUMNS)
-    me, q_per_kv = lax.axis_index("warpgroup"), result.shape[1] // parts.outputs.shape[0]
+    block, width = lax.axis_index("columns"), scratch.staged.shape[1]
+    columns = pl.ds(block * width, width)
+    me, q_per_kv = lax.axis_index("warpgroup"), values.shape[1] // parts.outputs.shape[0]
     first, count = parts.row_first[row], parts.row_jobs[row]
 
     def combine() -> None:
@@ -114,12 +135,36 @@ def _combine_kernel(tree: Any, kept: Any, *refs: Any, **buffers: Any) -> None:
             plgpu.barrier_wait(scratch.done)
             sinks = None if parts.sinks is None else parts.sinks.at[head]
             total, staged = _sum_shares(scratch, sinks), scratch.staged
-            flipped = plgpu.layout_cast(total.astype(staged.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-            store(staged.transpose((1, 0)), flipped)
+            if isinstance(result, CodedHeads):
+                codes, scale = coded(total, dtype, parts.fixed, axis=0)
+                store(scratch.units, jnp.broadcast_to(scale, scratch.units.shape))
+                # Numbers of 16 bits can be turned, and float16 holds every code.
+                turned = _turned(codes.astype(jnp.float16)).astype(FP8)
+            else:
+                turned = _turned(total.astype(dtype))
+            store(staged.transpose((1, 0)), turned)
             plgpu.commit_smem()
-            _put(staged, result.at[row, pl.ds(head * q_per_kv, q_per_kv)], block)
+            if isinstance(result, CodedHeads):
+                _put_codes(scratch, result, row, head * q_per_kv, q_per_kv)
+            else:
+                _put(staged, result.at[row, pl.ds(head * q_per_kv, q_per_kv)], block)
 
     combine() if kept is None else pl.when(count > 0)(combine)
+
+
+def _turned(values: jax.Array) -> jax.Array:
+    return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+
+
+def _put_codes(
+    scratch: Scratch, out: CodedHeads, row: jax.Array, first: jax.Array, heads: int
+) -> None:
+    """Write some heads from `first` on, and their scales."""
+    target = out.values.at[row, pl.ds(first, heads)]
+    plgpu.copy_smem_to_gmem(scratch.staged.at[pl.ds(0, heads)], target)
+    for head in range(heads):
+        out.scale[first + head, row] = scratch.units[head]
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _put(staged: Any, target: Any, block: jax.Array) -> None:

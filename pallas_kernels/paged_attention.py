@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
+from pallas_kernels.head_codes import Heads
 from pallas_kernels.prefill import prefill_attention
 from pallas_kernels.step_work import DEFAULT_CONFIG, KernelConfig, StepWork
 
@@ -23,11 +24,12 @@ def ragged_paged_attention(
     work: StepWork,
     options: AttentionOptions,
     config: KernelConfig = DEFAULT_CONFIG,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Heads:
     """Attention of every token over its own sequence; rows of padding tokens are zeros.
 
     q is bfloat16 or float16; the pools are of q's type, or float8_e4m3fn. `work` must have been
-    divided with the same `config`. Raises ValueError for what the kernels cannot do.
+    divided with the same `config`. `options.codes` asks for codes, with their scales, in place of
+    numbers of q's type. Raises ValueError for what the kernels cannot do.
     """
     if work.prefill is None:
         return decode_attention(q, kv, work.decode, options, config.decode)

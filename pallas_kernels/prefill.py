@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.head_codes import Heads, like_heads, wrong_codes
 from pallas_kernels.mosaic import FP8, scales_in_memory, swizzled
 from pallas_kernels.prefill_combine import combine_parts
 from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
@@ -53,7 +54,7 @@ def prefill_attention(
     work: PrefillWork,
     options: AttentionOptions,
     config: PrefillConfig = DEFAULT_CONFIG,
-) -> Float[Array, "tokens heads head_dim"]:
+) -> Heads:
     """Attention of the tokens of the work's tiles; zeros for padding; decode rows are unspecified.
 
     Arguments as in `paged_attention.ragged_paged_attention`. Raises ValueError for what the kernel
@@ -78,9 +79,10 @@ def prefill_attention(
         config=config,
     )
     problem = choose_rounds(problem)
-    check(problem, heads)
+    check(problem, heads, [] if options.codes is None else wrong_codes(head_dim))
     scales = scales_in_memory(options.kv_scales)
-    inputs = Inputs(work, kv, scales, q.astype(problem.dtype), options.sinks)
+    fixed = None if options.codes is None else options.codes.fixed
+    inputs = Inputs(work, kv, scales, q.astype(problem.dtype), options.sinks, fixed)
     outputs = run(problem, inputs)
     return outputs.out if outputs.parts is None else combine_parts(problem, inputs, outputs)
 
@@ -88,7 +90,8 @@ def prefill_attention(
 def run(problem: Problem, inputs: Inputs) -> Outputs:
     """Launch the kernel that attends."""
     arrays, tree = jax.tree.flatten(inputs)
-    out = jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype)
+    like = jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype)
+    out = like_heads(like, problem.options.codes)
     outputs = Outputs(out, None, None)
     if parts := 2 * inputs.work.splits.shape[0]:
         rows = parts, problem.kv_heads, COMPUTE_WARPGROUPS, WARPGROUP_ROWS
@@ -121,7 +124,8 @@ def run_block(kernel: Kernel) -> None:
     warpgroup = lax.axis_index("warpgroup")
     count = count_pieces(kernel.problem, kernel.inputs)
     # Registers of a thread: two compute warpgroups and the memory's have 504 together.
-    compute_registers, memory_registers = (216, 72) if kernel.problem.is_fp8 else (224, 56)
+    is_plain = not kernel.problem.is_fp8 and kernel.problem.options.codes is None
+    compute_registers, memory_registers = (224, 56) if is_plain else (216, 72)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
     def _():
@@ -164,17 +168,17 @@ def choose_rounds(problem: Problem) -> Problem:
 
 def shared_bytes(problem: Problem) -> int:
     """Return about how much shared memory a thread block takes; no less than it does."""
-    buffers = 2 if problem.out_in_queries else 3
-    queries = buffers * COMPUTE_WARPGROUPS * WARPGROUP_ROWS * problem.head_dim * 2
+    staged = 0 if problem.out_in_queries else jnp.dtype(problem.stage_dtype).itemsize
+    queries = (2 * 2 + staged) * COMPUTE_WARPGROUPS * WARPGROUP_ROWS * problem.head_dim
     round_bytes = 2 * problem.kv_tile * problem.head_dim * 2
     raw_bytes = round_bytes if problem.is_fp8 else 0
     return queries + problem.stages * round_bytes + raw_bytes + OVERHEAD_BYTES
 
 
-def check(problem: Problem, heads: int) -> None:
-    """Raise ValueError for what the kernel cannot do."""
+def check(problem: Problem, heads: int, wrong: list[str]) -> None:
+    """Raise ValueError for what the kernel cannot do, and for what is `wrong` already."""
     kv_tile, block_size, stages = problem.kv_tile, problem.block_size, problem.stages
-    wrong = problem.options.wrong(heads, problem.kv_heads)
+    wrong = problem.options.wrong(heads, problem.kv_heads) + wrong
     if problem.out_dtype not in (jnp.bfloat16, jnp.float16):
         wrong.append(f"q must be bfloat16 or float16, not {problem.out_dtype}")
     if problem.pool_dtype not in (problem.out_dtype, FP8):
@@ -207,12 +211,13 @@ def shared_memory(problem: Problem) -> Shared:
     copies = problem.copies_per_round
     ready = plgpu.Barrier(num_arrivals=1 if problem.is_fp8 else copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
+    units = None if problem.options.codes is None else plgpu.SMEM(rows, jnp.float32)
     return Shared(
         q_in=plgpu.SMEM((*rows, d), problem.dtype),
         q=swizzled((*rows, d), problem.dtype),
         k=stage,
         v=stage,
-        out=None if problem.out_in_queries else plgpu.SMEM((*rows, d), problem.out_dtype),
+        out=None if problem.out_in_queries else plgpu.SMEM((*rows, d), problem.stage_dtype),
         row_token=plgpu.SMEM(rows, jnp.int32),
         q_ready=plgpu.Barrier(num_arrivals=problem.q_per_kv, num_barriers=COMPUTE_WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
@@ -225,4 +230,5 @@ def shared_memory(problem: Problem) -> Shared:
         k_raw=raw if problem.is_fp8 else None,
         v_raw=raw if problem.is_fp8 else None,
         p=swizzled((*rows, kv_tile), problem.dtype) if problem.interpreted else None,
+        units=units,
     )

@@ -2,11 +2,13 @@
 
 A launch of its own, for the reasons that `decode_combine` gives; parts are added in the order of
 the context, so that the same step gives the same bits. A thread block takes 64 rows of one tile and
-KV head and a few columns of them, so that few tiles are many thread blocks, too.
+KV head and a few columns of them, so that few tiles are many thread blocks, too. For codes it has
+a warpgroup for each of the few columns that share a scale.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import LOWEST, WGMMA, filled
-from pallas_kernels.prefill_rows import put_rows, row_sinks
+from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded
+from pallas_kernels.mosaic import LOWEST, WGMMA, filled, store
+from pallas_kernels.prefill_rows import Leaving, put_codes, put_rows, row_sinks, store_scales
 from pallas_kernels.prefill_terms import Inputs, Outputs, Problem, rows_of
 from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, Split
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
@@ -26,37 +29,55 @@ MOST_AT_ONCE = 4
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted rows, total weight, largest lse
 
 
-def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> jax.Array:
+class Scratch(NamedTuple):
+    """Shared memory: rows that leave, and of codes the largest sizes that warpgroups have found."""
+
+    stage: Any  # [64, columns of the thread block]
+    units: Any = None  # [64] scales of codes
+    most: Any = None  # [warpgroups, 64]
+    done: Any = None
+
+
+def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads:
     """Return `outputs.out` with the rows of split tiles in it, in place where that may be."""
-    result, work = jax.new_ref(outputs.out), inputs.work
-    read = work.splits, work.counts, outputs.parts, outputs.lse, inputs.sinks
+    result, work = jax.tree.map(jax.new_ref, outputs.out), inputs.work
+    read = work.splits, work.counts, outputs.parts, outputs.lse, inputs.sinks, inputs.fixed
     arrays, tree = jax.tree.flatten(read)
+    warpgroups = 1 if problem.options.codes is None else BLOCK // COLUMNS
+    scratch = Scratch(plgpu.SMEM((ROWS, warpgroups * COLUMNS), problem.stage_dtype))
+    if problem.options.codes is not None:
+        scratch = scratch._replace(
+            units=plgpu.SMEM((ROWS,), jnp.float32),
+            most=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
+            done=plgpu.Barrier(num_arrivals=warpgroups),
+        )
     plgpu.kernel(
         functools.partial(_combine_kernel, problem, tree, result),
-        scratch_types=[plgpu.SMEM((ROWS, COLUMNS), problem.out_dtype)],
+        scratch_types=scratch._asdict(),
         grid=(
             work.splits.shape[0],
             problem.kv_heads * COMPUTE_WARPGROUPS,
-            problem.head_dim // COLUMNS,
+            problem.head_dim // (warpgroups * COLUMNS),  # of codes one, a whole head
         ),
         grid_names=("split", "half", "column"),
-        num_threads=1,
+        num_threads=warpgroups,
         thread_name="warpgroup",
         kernel_name="prefill_combine",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=problem.options.interpret,
     )(*arrays)
-    return result[...]
+    return jax.tree.map(lambda ref: ref[...], result)
 
 
-def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any) -> None:
-    """Add up some columns of the rows of one warpgroup."""
-    splits, counts, parts, lse, sinks = jax.tree.unflatten(tree, refs[:-1])
-    stage = refs[-1]
+def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any, **buffers: Any) -> None:
+    """Add up some columns of the rows of one warpgroup of the kernel that attends."""
+    splits, counts, parts, lse, sinks, fixed = jax.tree.unflatten(tree, refs)
+    scratch, me = Scratch(**buffers), lax.axis_index("warpgroup")
     index, half = lax.axis_index("split"), lax.axis_index("half")
     head = lax.div(half, jnp.int32(COMPUTE_WARPGROUPS))
     warpgroup = half - head * COMPUTE_WARPGROUPS
-    columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
+    block, width = lax.axis_index("column"), scratch.stage.shape[1]
+    columns = pl.ds(block * width + me * COLUMNS, COLUMNS)
     split = Split(*(splits[index, i] for i in range(len(Split._fields))))
     rows = rows_of(problem, split.begin, split.end, counts[1], warpgroup)
 
@@ -71,9 +92,40 @@ def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any) -> Non
 
         sink = None if sinks is None else row_sinks(problem, sinks, head, index)
         weighted, total, _ = _sum(split.parts, read, sink)
-        out = result.at[:, :, columns]
-        put_rows(problem, stage, out, rows, head, weighted * _along(1.0 / total, weighted))
+        combined = weighted * _along(1.0 / total, weighted)
+        leaving = Leaving(result, scratch.stage, scratch.units, fixed)
+        if isinstance(result, CodedHeads):
+            put_block = functools.partial(put_codes, problem, leaving, rows, head)
+            _with_others(scratch, problem.out_dtype, fixed, combined, put_block)
+        else:
+            leaving = leaving._replace(out=result.at[:, :, columns])
+            put_rows(problem, leaving, rows, head, combined.astype(problem.out_dtype))
         plgpu.wait_smem_to_gmem(0)
+
+
+def _with_others(
+    scratch: Scratch, dtype: Any, fixed: Any, rows: jax.Array, put_block: Callable[[], None]
+) -> None:
+    """Make codes of some columns, in units that all warpgroups share; the first puts all."""
+    me = lax.axis_index("warpgroup")
+
+    def largest(own: jax.Array) -> jax.Array:
+        store(scratch.most.at[me], own)
+        plgpu.barrier_arrive(scratch.done)
+        plgpu.barrier_wait(scratch.done)
+        each = [
+            plgpu.load(scratch.most.at[i], layout=WGMMA.reduce(1), optimized=False)
+            for i in range(scratch.most.shape[0])
+        ]
+        return functools.reduce(jnp.maximum, each)
+
+    codes, scale = coded(rows, dtype, fixed, axis=1, among=largest)
+    store(scratch.stage.at[:, pl.ds(me * COLUMNS, COLUMNS)], codes)
+    pl.when(me == 0)(lambda: store_scales(scratch.units, scale))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scratch.done)
+    plgpu.barrier_wait(scratch.done)
+    pl.when(me == 0)(put_block)
 
 
 def _sum(count: jax.Array, read: Any, sink: jax.Array | None) -> Sum:

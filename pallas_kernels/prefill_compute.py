@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import WGMMA, scales_of_head, store
 from pallas_kernels.prefill_overlap import run_overlapped
-from pallas_kernels.prefill_rows import put_rows, row_sinks
+from pallas_kernels.prefill_rows import Leaving, put_heads, row_sinks
 from pallas_kernels.prefill_softmax import (
     FLOOR,
     Place,
@@ -151,10 +151,12 @@ def put_out(
     """Write the rows of the tokens that are owned; or all rows, as a part of their result."""
     problem, outputs, shared = kernel.problem, kernel.outputs, kernel.shared
     stage = (shared.q_in if problem.out_in_queries else shared.out).at[place.warpgroup]
+    units = None if shared.units is None else shared.units.at[place.warpgroup]
+    leaving = Leaving(outputs.out, stage, units, kernel.inputs.fixed)
 
     def put_whole():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the piece before
-        put_rows(problem, stage, outputs.out, place.share.rows, piece.head, rows)
+        put_heads(problem, leaving, place.share.rows, piece.head, rows)
 
     def put_part(part):
         target = part, piece.head, place.warpgroup

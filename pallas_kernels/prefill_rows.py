@@ -1,6 +1,6 @@
 """Rows of a prefill kernel, their sinks and how they leave: what combines parts shares it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +8,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.head_codes import coded
 from pallas_kernels.mosaic import LOG2_E, WGMMA, filled, store
 from pallas_kernels.prefill_terms import Problem, Rows, for_each_head
 from pallas_kernels.prefill_work import WARPGROUP_ROWS
+
+
+class Leaving(NamedTuple):
+    """Where rows leave to, and by what shared memory, that nothing reads any more."""
+
+    out: Any  # [tokens, heads, columns] in device memory, or `CodedHeads`
+    stage: Any  # [64, columns] of what leaves
+    units: Any = None  # [64] scales of codes
+    fixed: Any = None  # [1] in device memory, the scale of all; None: they have their own
 
 
 def row_sinks(problem: Problem, sinks: Any, head: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -31,26 +41,56 @@ def row_sinks(problem: Problem, sinks: Any, head: jax.Array, hidden: jax.Array) 
     return rows
 
 
-def put_rows(
-    problem: Problem,
-    stage: Any,
-    out: Any,
-    tokens: Rows,
-    head: jax.Array,
-    rows: jax.Array,
+def put_heads(
+    problem: Problem, leaving: Leaving, tokens: Rows, head: jax.Array, rows: jax.Array
 ) -> None:
-    """Write the rows of the tokens that are owned, by way of `stage`: all at once, or one by one.
+    """Write the rows of the tokens that are owned, as numbers or as codes.
 
-    `rows` [64, columns] are of the query heads of KV head `head`; `stage` is shared memory of that
-    shape that nothing reads any more, `out` [tokens, heads, columns] in device memory.
+    `rows` [64, columns] float32 are of the query heads of KV head `head`.
     """
-    n, box = problem.n, problem.box
-    # Copies of n rows cannot be from tiles of 8; 256 columns are too many for a layout's search.
-    if n % 8 or rows.shape[1] > 192:
-        store(stage, rows.astype(problem.out_dtype))
-    else:
-        stage[...] = rows.astype(problem.out_dtype)
+    if leaving.units is None:
+        put_rows(problem, leaving, tokens, head, rows.astype(problem.out_dtype))
+        return
+    codes, scale = coded(rows, problem.out_dtype, leaving.fixed, axis=1)
+    store(leaving.stage, codes)
+    store_scales(leaving.units, scale)
     plgpu.commit_smem()
+    put_codes(problem, leaving, tokens, head)
+
+
+def store_scales(units: Any, scale: jax.Array) -> None:
+    """Store the scales of rows, [64] or one number, to shared memory."""
+    store(units, scale if scale.shape else filled(units.shape, scale, WGMMA.reduce(1)))
+
+
+def put_codes(problem: Problem, leaving: Leaving, tokens: Rows, head: jax.Array) -> None:
+    """Write the codes that are in `stage`, and their scales out of `units`."""
+    _copy(problem, leaving.stage, leaving.out.values, tokens, head)
+    scales, first = leaving.out.scale, head * problem.q_per_kv
+
+    def put_token(token: jax.Array, _: None) -> None:
+        for g in range(problem.q_per_kv):  # all under way at once
+            scales[first + g, token] = leaving.units[g * problem.n + token - tokens.start]
+
+    lax.fori_loop(tokens.begin, tokens.end, put_token, None)
+
+
+def put_rows(
+    problem: Problem, leaving: Leaving, tokens: Rows, head: jax.Array, rows: jax.Array
+) -> None:
+    """Write rows of numbers, by way of `stage`."""
+    # Copies of n rows cannot be from tiles of 8; 256 columns are too many for a layout's search.
+    if problem.n % 8 or rows.shape[1] > 192:
+        store(leaving.stage, rows)
+    else:
+        leaving.stage[...] = rows
+    plgpu.commit_smem()
+    _copy(problem, leaving.stage, leaving.out, tokens, head)
+
+
+def _copy(problem: Problem, stage: Any, out: Any, tokens: Rows, head: jax.Array) -> None:
+    """Copy the rows of the tokens that are owned to device memory: all at once, or one by one."""
+    n, box = problem.n, problem.box
 
     def copy(token, count):
         def copy_head(g):

@@ -23,7 +23,7 @@ class Problem(NamedTuple):
     head_dim: int
     block_size: int
     dtype: Any  # of the operands of every multiplication: q's, or float16 for pools of fp8
-    out_dtype: Any  # of q and of the output
+    out_dtype: Any  # of q and of the output, where that is numbers
     pool_dtype: Any
     options: AttentionOptions
     kv_tile: int  # context tokens of a round
@@ -41,9 +41,14 @@ class Problem(NamedTuple):
         return self.pool_dtype == FP8
 
     @property
+    def stage_dtype(self) -> Any:
+        """The type of what leaves: numbers or codes."""
+        return self.out_dtype if self.options.codes is None else FP8
+
+    @property
     def out_in_queries(self) -> bool:
         """Whether rows leave by the buffer that queries come in: there is no other room."""
-        return self.head_dim > 128 and self.out_dtype == self.dtype
+        return self.head_dim > 128 and self.stage_dtype == self.dtype
 
     @property
     def copy_tokens(self) -> int:
@@ -64,6 +69,7 @@ class Inputs(NamedTuple):
     scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
     q: Any
     sinks: Any  # [heads]; None: there are none
+    fixed: Any = None  # [1] the scale of all codes; None: they have their own, or are none
 
 
 class Shared(NamedTuple):
@@ -86,12 +92,13 @@ class Shared(NamedTuple):
     k_raw: Any = None  # [2, kv_tile, head_dim] as in the pool, if that is fp8
     v_raw: Any = None
     p: Any = None  # [2, 64, kv_tile], only for the interpreter
+    units: Any = None  # [2, 64] scales of the rows' codes
 
 
 class Outputs(NamedTuple):
     """References to what is written: rows of whole tiles, and parts to be combined."""
 
-    out: Any  # [tokens, heads, head_dim]
+    out: Any  # [tokens, heads, head_dim], or `CodedHeads`
     parts: Any  # [parts, kv_heads, 2, 64, head_dim] float32, normalised; None: nothing is split
     lse: Any  # [parts, kv_heads, 2, 64] float32: of the exponentials' sums, base 2
 

@@ -54,6 +54,7 @@ from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.models.norm_backend import NormShape, why_not_normed
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape
 from shiftjax.models.product_backend import CodeMatrix, CodeShape, pallas_codes
+from shiftjax.models.products import BLOCK, Codes, numbers
 from shiftjax.models.sum_backend import SumShape
 from shiftjax.parallel.grid import Device
 
@@ -62,6 +63,7 @@ NUM_RUNS = 3  # of every step, whose bits must agree: a race shows
 # mask, scale, head or block is off by 5% and more.
 MOST_RELATIVE_ERROR = 1e-2  # of a token's head, in the Euclidean norm
 MOST_ERROR = 0.05  # of a number; values are drawn from the normal distribution
+MOST_OF_CODES = 5e-2  # of a head, and of its largest number: codes keep 4 bits, 2^-5 of a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,8 @@ def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Call
 
     def attend_all(q, pool, metadata, terms):
         layers = [dataclasses.replace(terms, window=i) for i in range(len(metadata.work))]
-        return jnp.stack([attend(q, pool, metadata, layer) for layer in layers])[None]
+        outs = (attend(q, pool, metadata, layer) for layer in layers)
+        return jnp.stack([_as_numbers(out, q) for out in outs])[None]
 
     return jax.shard_map(
         attend_all,
@@ -139,6 +142,10 @@ def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Call
         out_specs=devices_spec(),
         check_vma=False,
     )
+
+
+def _as_numbers(out: jax.Array | Codes, like: jax.Array) -> jax.Array:
+    return numbers(out, BLOCK, like.dtype).reshape(like.shape) if isinstance(out, Codes) else out
 
 
 def attend_of(step: Step, kernels: AttentionBackend) -> Callable[..., jax.Array]:
@@ -169,6 +176,9 @@ def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) 
         if changed := int((later.view(np.uint16) != first).sum()):
             return f"{changed} of {first.size} numbers change from run to run"
     got, wanted = (array.astype(np.float64) for array in (outputs[0], expected))
+    most, most_error = MOST_RELATIVE_ERROR, MOST_ERROR
+    if step.codes:
+        most, most_error = MOST_OF_CODES, MOST_ERROR + MOST_OF_CODES * np.abs(wanted).max()
     end = sum(step.new)
     if got[end:].any():
         return "rows of padding are not zero"
@@ -178,7 +188,7 @@ def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) 
         largest = np.abs(rows - right).max()
         norms = (np.linalg.norm(array, axis=-1) for array in (rows - right, right))
         relative = np.divide(*norms).max()
-        if not (relative < MOST_RELATIVE_ERROR and largest < MOST_ERROR):  # NaN is neither
+        if not (relative < most and largest < most_error):  # NaN is neither
             return (
                 f"a sequence of {length} tokens, {stop - start} of them new, is off by "
                 f"{relative:.2g} of a head's norm, a number by {largest:.2g}"

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pallas_kernels.call import CodeKind
 from pallas_kernels.rows import rows_of
 from pallas_kernels.window import Chunk, Window, first_seen, tokens_of
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.models.attention import AttentionMetadata, LayerTerms
-from shiftjax.models.attention_backend import AttentionBackend
+from shiftjax.models.attention_backend import AttentionBackend, gives_codes
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.norm_backend import NormShape
 from shiftjax.models.packed_backend import PackedShape
@@ -77,6 +78,12 @@ class Shape:
         )
         return Layout(model, 1, 1)
 
+    @property
+    def gives_codes(self) -> bool:
+        """Whether the output may leave as codes."""
+        dtype = FORMATS[self.dtype].dtype
+        return self.codes is not None and gives_codes(self.layout, dtype)
+
     def pool(self, num_blocks: int) -> tuple[np.ndarray, ...]:
         """Return K and V of so many blocks, in which every number is NaN."""
         entries, dtype = self.layout.cache.entries, FORMATS[self.kv_dtype].dtype
@@ -104,6 +111,7 @@ class Step(NamedTuple):
     contexts: tuple[int, ...]  # with these
     num_decodes: int
     is_late: bool = False  # all tokens are rows of layers that compute nothing else
+    codes: bool = False  # the output leaves as such
 
 
 def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
@@ -117,6 +125,7 @@ def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
     full    the chunks and as many decodes as the largest bucket has room for, as in serving: other
             programs; rings are filled again where a window makes long contexts short, too
     late    of these sequences the last tokens alone, if the model has such layers
+    codes   the first and the third again, whose output leaves as codes, if it may
 
     The last contexts of the first and the third are longer than every window that is not huge. Of
     windows whose start jumps, the last chunk has tokens before a jump and after it.
@@ -145,6 +154,9 @@ def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
         yield last
     if shape.has_late:
         yield _late(last)
+    if shape.gives_codes:
+        for step in (_step(decodes), _step(decodes[-cases.num_beside :], chunks)):
+            yield step._replace(name=f"{step.name}, as codes", codes=True)
 
 
 def wrapping_tokens(
@@ -253,7 +265,8 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
         kv_scales = 2 ** rng.uniform(-1, 1, (2, shape.kv_heads)).astype(np.float32)
     if shape.has_sinks:
         sinks = rng.uniform(3, 7, shape.heads).astype(dtype)
-    terms = LayerTerms(kv_scales=kv_scales, sinks=sinks)
+    codes = CodeKind() if step.codes else None
+    terms = LayerTerms(kv_scales=kv_scales, sinks=sinks, codes=codes)
     q = q.astype(dtype)[np.arange(num_tokens) % count]  # of padding, too: nothing may come of it
     return Inputs(q, (k_pool, v_pool), tables, lens, starts, terms)
 

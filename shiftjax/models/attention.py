@@ -21,6 +21,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 
+from pallas_kernels.call import CodeKind
 from pallas_kernels.window import Window, first_seen
 from shiftjax.arch.cache import LayerCache, layers_of_pools
 from shiftjax.models.attention_work import (
@@ -119,6 +120,9 @@ class LayerTerms:
     sinks: Float[Any, " heads"] | None = None
     # in a pool of several layers; None: the pool is this layer's
     place: PoolPlace | None = None
+    # of codes that the next product reads: kernels may give such in place of numbers; None: it
+    # reads numbers
+    codes: CodeKind | None = None
 
     def first(self, pool: LayerPool) -> Int32[Array, ""] | None:
         """Return the block of the pool that the layer's are counted from; None: 0."""

@@ -41,6 +41,7 @@ from shiftjax.models.attention_work import (
 )
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
 from shiftjax.models.neighbours import Neighbours, localised, neighbours_of
+from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
@@ -64,10 +65,10 @@ class AttentionBackend(NamedTuple):
     divide: Callable[..., tuple[Any, ...]]
     # (rows, num_rows) -> the work of `attend_rows`: on the host, for layers that compute rows only
     divide_rows: Callable[[Rows, int], tuple[Any, ...]]
-    # (q, pool, metadata, terms) -> out
-    attend: Callable[[jax.Array, LayerPool, AttentionMetadata, LayerTerms], jax.Array]
+    # (q, pool, metadata, terms) -> out: numbers as q, or codes where the terms allow such
+    attend: Callable[[jax.Array, LayerPool, AttentionMetadata, LayerTerms], jax.Array | Codes]
     # (q, pool, block_tables, work, terms) -> out; q[i] is row i
-    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any, LayerTerms], jax.Array]
+    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any, LayerTerms], jax.Array | Codes]
     # (pool, k, v, slot_mapping, terms) -> the written pool
     write: Callable[..., LayerPool]
     # of context tokens, by the tokens of chunks in a bucket whose tokens are all rows; None: the
@@ -264,18 +265,26 @@ def pallas_attention(
     """Return the kernels with their settings (`pallas_kernels.step_work.KernelConfig`).
 
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
-    tests alone. Keys and values are written by XLA's scatters: it fuses the sum of a split GEMM and
-    the rotary embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs
-    three, with what prepares its arguments. Pools of fp8 go by the kernel.
+    tests alone. The output is codes where `gives_codes`. Keys and values are written by XLA's
+    scatters: it fuses the sum of a split GEMM and the rotary embedding into them, two launches a
+    layer, where `pallas_kernels.kv_write` needs three, with what prepares its arguments. Pools of
+    fp8 go by the kernel.
     """
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
     from pallas_kernels.call import AttentionOptions, KVScales, PagedKV
+    from pallas_kernels.head_codes import CodedHeads, Heads
 
     model, windows = layout.model, layout.model.windows
 
-    def options(terms: LayerTerms) -> AttentionOptions:
+    def options(terms: LayerTerms, dtype: DTypeLike) -> AttentionOptions:
         scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
-        return AttentionOptions(*scores, scales(terms), terms.sinks, interpret)
+        own = scales(terms), terms.sinks, interpret
+        return AttentionOptions(*scores, *own, terms.codes if gives_codes(layout, dtype) else None)
+
+    def left(out: Heads) -> jax.Array | Codes:
+        if isinstance(out, CodedHeads):
+            return Codes(out.values.reshape(out.values.shape[0], -1), out.scale)
+        return out
 
     def scales(terms: LayerTerms) -> KVScales:
         return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
@@ -306,14 +315,15 @@ def pallas_attention(
     def attend(q, pool: LayerPool, metadata, terms: LayerTerms):
         k, v = terms.own(pool)
         kv = PagedKV(k, v, metadata.block_tables, metadata.seq_lens)
-        work, own = metadata.work[terms.window], options(terms)
-        return paged_attention.ragged_paged_attention(q, kv, work, own, config)
+        work, own = metadata.work[terms.window], options(terms, q.dtype)
+        return left(paged_attention.ragged_paged_attention(q, kv, work, own, config))
 
     @jax.jit
     def attend_rows(q, pool: LayerPool, block_tables, work, terms: LayerTerms):
         k, v = terms.own(pool)
         kv = PagedKV(k, v, block_tables, None)  # rows say how much they see
-        return decode.decode_attention(q, kv, work[terms.window], options(terms), config.decode)
+        own = work[terms.window], options(terms, q.dtype), config.decode
+        return left(decode.decode_attention(q, kv, *own))
 
     @jax.jit
     def write(pool, k, v, slot_mapping, terms: LayerTerms):
@@ -327,6 +337,16 @@ def pallas_attention(
     if config.decode.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
     return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write, reads)
+
+
+def gives_codes(layout: Layout, dtype: DTypeLike) -> bool:
+    """Whether the kernels give codes, with activations of this type, where these are wanted.
+
+    Else XLA makes them of numbers.
+    """
+    from pallas_kernels.head_codes import wrong_codes
+
+    return jnp.dtype(dtype) == jnp.bfloat16 and not wrong_codes(layout.model.head_dim)
 
 
 def _why_not_traced(

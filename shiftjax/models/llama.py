@@ -48,7 +48,7 @@ from shiftjax.models.layers import (
 from shiftjax.models.mla import LatentAttention
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.part import Params, Part
-from shiftjax.models.products import Activations
+from shiftjax.models.products import Activations, Codes
 from shiftjax.models.speculator import Speculator
 from shiftjax.models.stream import Addend, Stream, scaled
 from shiftjax.models.sum_backend import OpenSums
@@ -79,14 +79,18 @@ class Attention(Part):
         shapes = config.head_shapes
         self.heads = shapes.index(kind.heads) if kind.heads else 0
 
-    def terms(self, place: PoolPlace | None) -> LayerTerms:
-        """What attention must know of this layer, whose part of a pool is at `place`."""
+    def terms(self, place: PoolPlace | None, parallel: Parallel | None = None) -> LayerTerms:
+        """What attention must know of this layer, whose part of a pool is at `place`.
+
+        Where tokens and heads are not exchanged, the output may be codes as o reads them.
+        """
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
             self.config.attentions.index((self.kind.window, self.heads)),
             None if scales is None else scales[...].T,
             None if sinks is None else sinks[...][:, 0],
             place,
+            None if parallel is None or parallel.splits_tokens else self._codes_into("o"),
         )
 
     def __call__(
@@ -109,10 +113,10 @@ class Attention(Part):
             v = unit_norm(v, self.config.rms_norm_eps)
         parallel = parallel.of_heads(self.heads)
         q, k, v = parallel.scatter_heads(q, k, v)
-        terms = self.terms(place)
+        terms = self.terms(place, parallel)
         pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
         out = backend.attend(q, pool, metadata, terms)
-        return self._output(parallel.gather_heads(out), context), pool
+        return self._output(out, parallel, context), pool
 
     def _heads(
         self, x: Activations, names: tuple[str, ...], context: Context
@@ -170,9 +174,17 @@ class Attention(Part):
 
         return weigh(wide_q, scale[:, 0], self.q_norm), weigh(wide_k, scale[:, 1], self.k_norm)
 
-    def _output(self, out: Float[Array, "tokens heads head_dim"], context: Context) -> Addend:
-        """Project the heads of this device back."""
-        partial = self._in(out.reshape(out.shape[0], -1), "o", context.products)
+    def _output(
+        self,
+        out: Float[Array, "tokens heads head_dim"] | Codes,
+        parallel: Parallel,
+        context: Context,
+    ) -> Addend:
+        """Exchange heads for tokens, and project the heads of this device back."""
+        if not isinstance(out, Codes):
+            out = parallel.gather_heads(out)
+            out = out.reshape(out.shape[0], -1)
+        partial = self._in(out, "o", context.products)
         bias = self.o_bias[...] if self.config.output_bias else None
         return Addend(partial, bias, is_partial=True)
 
@@ -190,8 +202,8 @@ class SharingAttention(Attention):
             q = norm(q, self.q_norm[...], self.config)
         parallel = parallel.of_heads(self.heads)
         q = parallel.scatter_queries(self._rotated(q, context))
-        out = backend.attend(q, pool, metadata, self.terms(place))
-        return self._output(parallel.gather_heads(out), context), pool
+        out = backend.attend(q, pool, metadata, self.terms(place, parallel))
+        return self._output(out, parallel, context), pool
 
 
 class LateAttention(Attention):
@@ -201,12 +213,12 @@ class LateAttention(Attention):
         self, x: Activations, pool: LayerPool, context: Context
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
-        _, metadata, backend, _, _, place, *_ = context
+        _, metadata, backend, parallel, _, place, *_ = context
         (q,) = self._heads(x, ("q",), context)
         q = self._rotated(q, context)
-        own = metadata.block_tables, metadata.work, self.terms(place)
+        own = metadata.block_tables, metadata.work, self.terms(place, parallel)
         out = backend.attend_rows(q, pool, *own)
-        return self._output(out, context), pool
+        return self._output(out, parallel, context), pool
 
 
 class SwiftKV(Part):

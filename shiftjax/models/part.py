@@ -5,10 +5,12 @@ from typing import Any, ClassVar
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.call import CodeKind
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
-from shiftjax.models.products import Activations, Matrix, project_in, project_joined
+from shiftjax.models.products import Activations, Matrix, block_of, project_in, project_joined
+from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
 
@@ -55,6 +57,16 @@ class Part(nnx.Module):
     ) -> Float[Array, "tokens out"]:
         """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
         return project_in(x, self._row(name), products)
+
+    def _codes_into(self, name: str) -> CodeKind | None:
+        """Return what a row-parallel matrix's inputs are in units of, if kernels may make codes.
+
+        None: it multiplies numbers, or shares scales among other inputs than kernels do.
+        """
+        matrix = self._row(name)
+        if matrix.scale is None or is_packed(matrix.values) or block_of(matrix) != BLOCK:
+            return None
+        return CodeKind(matrix.inputs)
 
     def _column(self, name: str) -> Matrix:
         values = getattr(self, name)[...]

@@ -17,7 +17,7 @@ from hlo import entry, instructions
 aot.require()
 pytestmark = pytest.mark.thorough
 
-from pallas_kernels.call import AttentionOptions, PagedKV  # noqa: E402
+from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV  # noqa: E402
 from pallas_kernels.prefill import prefill_attention  # noqa: E402
 from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
 from pallas_kernels.rows import Sequences  # noqa: E402
@@ -66,6 +66,22 @@ CASES = {
     "sinks": {"sinks": True},
     "sinks, head_dim 64, window": {"head_dim": 64, "window": 128, "sinks": True},
     "sinks, q_per_kv 1": {"q_per_kv": 1, "sinks": True},
+    "codes": {"codes": CodeKind()},
+    "codes, one KV head, blocks of 256": {"codes": CodeKind(), "kv_heads": 1, "block_size": 256},
+    "codes, fp8, q_per_kv 5, sinks": {
+        "codes": CodeKind(),
+        "kv_dtype": FP8,
+        "kv_tile": 64,
+        "q_per_kv": 5,
+        "sinks": True,
+    },
+    "codes, q_per_kv 16, window, soft cap": {
+        "codes": CodeKind(),
+        "kv_heads": 1,
+        "q_per_kv": 16,
+        "window": 1000,
+        "soft_cap": 50.0,
+    },
 }
 
 

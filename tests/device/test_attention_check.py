@@ -15,10 +15,12 @@ from types import SimpleNamespace
 import engines
 import faulty_attention
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from spent import thorough
 
+from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -37,8 +39,10 @@ from shiftjax.device.attention_check import (
 from shiftjax.device.attention_steps import Cases, Shape, Step, make_inputs, steps_of
 from shiftjax.device.groups import attention_of
 from shiftjax.device.write_cases import wrong_with_codes
-from shiftjax.models.attention_backend import loops_of
+from shiftjax.models.attention_backend import loops_of, pallas_attention
 from shiftjax.models.expert_backend import ExpertShape
+from shiftjax.models.product_backend import CodeShape
+from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
@@ -117,6 +121,29 @@ def test_a_fault_ends_in_the_loops_with_its_reason(fault, problem, is_kept, tmp_
     assert "jaxlib" in error.getMessage() and "driver" in error.getMessage()
     assert "XLA loops" in warning.getMessage()
     assert (tmp_path / FOLDER).exists() == is_kept
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault", ["", "the next head's scale", "scales 6% too large"])
+def test_an_output_of_codes_is_tried(fault):
+    """Rows alone, and chunks beside rows; a scale of another head is off by more than a code."""
+    shape = replace(SHAPE, head_dim=128, heads=4, codes=CodeShape((), "bfloat16", "silu"))
+    config = faulty_attention.FEW_BLOCKS._replace(decode=DecodeConfig(64, 1, 90_000))
+    given = shape.layout, config, shape.block_size
+    kernels = pallas_attention(*given, interpret=faulty_attention.INTERPRETED)
+
+    def attend(*args):
+        out = kernels.attend(*args)
+        assert isinstance(out, Codes)
+        scale = {"": out.scale, "the next head's scale": jnp.roll(out.scale, 1, axis=0)}
+        return out._replace(scale=scale.get(fault, 1.06 * out.scale))
+
+    steps = [step for step in steps_of(shape, FEW) if step.codes]
+    assert len(steps) == 2
+    for step in steps:
+        problem = try_step(step, shape, kernels._replace(attend=attend), jax.devices()[:1])
+        assert (problem is None) == (not fault), problem
+        assert not fault or "is off by" in problem.problem
 
 
 @pytest.mark.thorough

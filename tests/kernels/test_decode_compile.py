@@ -14,9 +14,10 @@ import pytest
 from compile import aot
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.call import AttentionOptions, PagedKV
+from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.decode_work import DecodeConfig, divide_decode, most_jobs
+from pallas_kernels.head_codes import like_heads
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.rows import Rows
@@ -76,6 +77,17 @@ CASES = {
     "one block a multiprocessor, tiles of 128": Case(
         config=DecodeConfig(128, 132, 227 * 1024), blocks_per_sm=1
     ),
+    "codes": Case(options=AttentionOptions(0.1, codes=CodeKind())),
+    "codes, fp8, one KV head": Case(
+        kv_heads=1, kv_dtype=FP8, options=AttentionOptions(0.1, codes=CodeKind())
+    ),
+    "codes, q_per_kv 32, one KV head": Case(
+        q_per_kv=32,
+        kv_heads=1,
+        options=AttentionOptions(0.1, codes=CodeKind()),
+        config=safe_config(128, 32).decode,
+        blocks_per_sm=1,
+    ),
 }
 
 
@@ -111,7 +123,8 @@ def test_decode_fits_the_chip(name, mesh, capsys):
 
     sinks = struct(q.shape[1:2], case.dtype) if case.has_sinks else None
     kv = PagedKV(pool, pool, tables, struct((SEQS,)))
-    arguments = aot.on_device(mesh, (q, kv, work, q, sinks))
+    out = like_heads(q, case.options.codes)
+    arguments = aot.on_device(mesh, (q, kv, work, out, sinks))
     with capsys.disabled():  # Mosaic prints what it takes
         program = aot.compile_for(mesh, attend, *arguments, donate_argnums=(3,))
     # What combines is the same for several cases, and may have been compiled before.
@@ -133,12 +146,14 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     assert operations.count("custom-call") == 2
     assert set(operations) <= {"custom-call", "fusion"} and operations.count("fusion") <= 1
     memory = program.executable.memory_analysis()
-    assert memory.alias_size_in_bytes == q.size * q.dtype.itemsize
+    kept = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(out))
+    assert memory.alias_size_in_bytes == kept
     assert memory.temp_size_in_bytes < pool.size
 
 
+@pytest.mark.parametrize("codes", [None, CodeKind()])
 @pytest.mark.parametrize("fixed_rounds", [None, 4])
-def test_rows_alone_are_two_launches(fixed_rounds, mesh):
+def test_rows_alone_are_two_launches(fixed_rounds, codes, mesh):
     """No tiles of chunks, and no zeros that are written before: the combine writes every row."""
     config = DecodeConfig(fixed_rounds=fixed_rounds)
     work = StepWork(None, divide_decode(ROWS, SEQS, kv_heads=1, config=config))
@@ -148,7 +163,8 @@ def test_rows_alone_are_two_launches(fixed_rounds, mesh):
 
     def attend(q, kv, work):
         settings = KernelConfig(decode=config)
-        return ragged_paged_attention(q, kv, work, AttentionOptions(0.1), settings)
+        options = AttentionOptions(0.1, codes=codes)
+        return ragged_paged_attention(q, kv, work, options, settings)
 
     program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
     assert made(program.executable.as_text()) == ["custom-call"] * 2

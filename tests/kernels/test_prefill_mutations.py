@@ -19,7 +19,7 @@ FAULTS = {
     "the last token is dropped": ("softmax", "is_past = key <= ", "is_past = key < ", Case()),
     "one token too many is seen": ("softmax", "is_past = key <= ", "is_past = key - 1 <= ", Case()),
     "the window is one token short": (
-        "softmax", "key > lax.", "key - 1 > lax.",
+        "softmax", "key >= lax.", "key > lax.",
         Case(window=50),
     ),
     "the scale is 5% off": (

@@ -19,6 +19,7 @@ from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import SamplingParams
+from shiftjax.models import attention_backend, llama
 from shiftjax.models.attention import BYTE, AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import (
     FP8,
@@ -27,6 +28,7 @@ from shiftjax.models.attention_backend import (
     pallas_attention,
 )
 from shiftjax.models.gpu_software import Assembler
+from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
 
@@ -37,7 +39,7 @@ TERMS = LayerTerms()
 LLAMA = Layout(PRESETS["llama-8b"], 1, 1)
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=False)
 # The interpreter runs thread blocks one by one: few of them.
-FEW_BLOCKS = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 45_000))
+FEW_BLOCKS = KernelConfig(PrefillConfig(64, 2, 2), DecodeConfig(64, 2, 90_000))
 HOPPER = SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 
 
@@ -257,6 +259,9 @@ def of_bytes(kernels):
     return kernels._replace(attend=attend, write=write)
 
 
+LATE = {"num_hidden_layers": 2, "num_key_value_layers": 1}
+
+
 def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -> list[tuple]:
     """Serve two prompts with one implementation: (token, log-probability) of what they become.
 
@@ -276,6 +281,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
     # One step at a time: the interpreter keeps the state of a kernel outside of the program.
     options = {"block_size": 16, "num_blocks": 32, "token_buckets": buckets, "overlap": False}
     options |= {"dtype": "bfloat16", "kv_cache_dtype": kv_dtype}
+    options |= {"quantization": "fp8"} if "codes" in name else {}
     built = engines.make(directory, 1, 1, **options)
     programs = built.runners[0].programs
     assert [one.bucket.tokens for one in programs if one.bucket.rows_alone] == buckets[:-1]
@@ -301,7 +307,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
         (
             "bfloat16",
             [32],
-            {"model_type": "llama_swiftkv", "num_hidden_layers": 2, "num_key_value_layers": 1},
+            {"model_type": "llama_swiftkv", **LATE},
         ),
     ],
     ids=["two buckets", "sliding window", "fp8 pools with scales", "a late layer"],
@@ -313,3 +319,25 @@ def test_consecutive_steps_through_the_kernels_are_those_of_xla(
     got = served(monkeypatch, "pallas", kv_dtype, buckets, **model)
     assert [token for token, _ in got] == [token for token, _ in expected]
     np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=0.04)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "model", [{}, {"model_type": "llama_swiftkv", **LATE}], ids=["all", "late"]
+)
+def test_codes_that_kernels_give_are_those_that_o_makes(monkeypatch, model):
+    """The same tokens and the same log-probabilities, in rows alone and beside chunks."""
+    given, output = [], llama.Attention._output
+
+    def noted(self, out, *more):
+        given.append(isinstance(out, Codes))
+        return output(self, out, *more)
+
+    monkeypatch.setattr(llama.Attention, "_output", noted)
+    case = "codes", "bfloat16", [8, 32]
+    got = served(monkeypatch, *case, head_dim=128, **model)
+    assert given and all(given)
+    given.clear()
+    monkeypatch.setattr(attention_backend, "gives_codes", lambda *_: False)
+    assert served(monkeypatch, *case, head_dim=128, **model) == got
+    assert given and not any(given)

@@ -12,7 +12,20 @@ OF_SQUARES = f"{FORMAT}::test_squares_of_a_checkpoint_are_kept_exactly"
 OF_WEIGHTS = f"{FORMAT}::test_codes_and_scales_are_the_same_bits_in_every_mode"
 TEST_BLOCKS = "tests/parallel/test_code_blocks.py"
 
+OF_HEADS = "tests/kernels/test_head_codes.py"
+
 ROWS = (
+    Mutant(
+        "tokens without attention have a scale of 0", "fp8", "pallas_kernels/head_codes.py",
+        "unit = LEAST_SCALE if kind.fixed", "unit = 0.0 if kind.fixed",
+        (f"{OF_HEADS}::test_rows_that_no_row_of_the_work_is_are_zeros",), "0 * 0 where XLA has 0",
+    ),
+    Mutant(
+        "attention's codes are of numbers that nothing has rounded", "fp8",
+        "pallas_kernels/head_codes.py",
+        "values.astype(dtype).astype(jnp.float32)", "values",
+        (f"{OF_HEADS}::test_rows_leave_as_codes",), "SHIFT's codes of o differ from BASE's",
+    ),
     Mutant(
         "activations have the scale of the next block", "fp8", PRODUCTS,
         "scale = jnp.repeat(codes.scale.T, block, axis=1)",
