@@ -11,9 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
 from pallas_kernels.gates import activate
-from pallas_kernels.grouped_rows import LARGEST_CODE, LEAST_SCALED
 from pallas_kernels.grouped_split import CHANNELS, PART
-from pallas_kernels.mosaic import FP8, WGMMA, store
+from pallas_kernels.mosaic import FP8, WGMMA, code_scale, store
 
 type Sums = tuple[jax.Array, ...]  # of each part, float32, of `Problem.shape`
 
@@ -62,15 +61,29 @@ def _finish_matrix(worker: Worker, i: int, item: Item, sums: Sums) -> None:
     problem, matrices = worker.problem, worker.inputs.matrices
     first = (item.column - problem.firsts[i]) * PART
     values = [_scaled(worker, matrices[i + n], item, first, one) for n, one in enumerate(sums)]
-    gate = problem.result.gate
-    result = values[0] if gate is None else activate(gate, *values)
-    if problem.is_turned:
-        channels = worker.channels_from(item.column * PART)
-        store(worker.out[0].at[item.split, channels, worker.rows_of(item)], result)
-    elif problem.result.quantised:
-        _put_codes(worker, item, result)
+    if problem.splits > 1:
+        for n, one in enumerate(values):
+            store(place_of_sums(worker, worker.out[0], item, n), one)
     else:
-        _put_numbers(worker, i, item, result)
+        write(worker, i, item, tuple(values))
+
+
+def place_of_sums(worker: Worker, sums: Any, item: Item, part: int = 0) -> Any:
+    """Return where the item's sums are that are not rows first: of gate, or after it of up."""
+    channels = worker.channels_from((part * worker.problem.columns + item.column) * PART)
+    return sums.at[item.split, channels, worker.rows_of(item)]
+
+
+def write(worker: Worker, i: int, item: Item, values: Sums) -> None:
+    """Activate the scaled sums of matrix `i`, or of gate and up, and write them."""
+    result = worker.problem.result
+    one = values[0] if result.gate is None else activate(result.gate, *values)
+    if worker.problem.is_turned:
+        store(place_of_sums(worker, worker.out[0], item), one)
+    elif result.quantised:
+        _put_codes(worker, item, one)
+    else:
+        _put_numbers(worker, i, item, one)
 
 
 # ---------------------------------------------------------------- scales
@@ -134,7 +147,7 @@ def _put_codes(worker: Worker, item: Item, values: jax.Array) -> None:
     """Write codes of every row's 128 channels, in units of a part of their largest."""
     shared, (codes_out, scales_out) = worker.shared, worker.out
     axis = worker.channels_axis
-    scale = jnp.maximum(_largest(worker, values), LEAST_SCALED) * (1 / LARGEST_CODE)
+    scale = code_scale(_largest(worker, values))
     codes = (values / lax.broadcast_in_dim(scale, values.shape, [1 - axis])).astype(FP8)
     stage, rows = shared.out.at[worker.me], worker.rows_of(item)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

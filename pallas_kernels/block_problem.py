@@ -183,7 +183,10 @@ def can_be_many(matrices: tuple[BlockMatrix, ...], result: Result) -> bool:
 
 
 def block_of(x: BlockCodes, matrix: BlockMatrix, has_tiles: bool = False) -> int | None:
-    """Return how many inputs have a scale in common; None: no block that there is."""
+    """Return how many inputs have a scale in common; None: no block that there is.
+
+    With tiles, of rows that have an expert each, matrices are those of experts.
+    """
     values, steps = matrix.values, x.scale.shape[0]
     if len(values.shape) == 3 and not has_tiles:
         return values.shape[-1]
@@ -228,7 +231,11 @@ def shared_memory(problem: Problem) -> Shared:
     columns = next(n for n in BLOCKS if block % n == 0 and problem.inputs % n == 0)
     quantised, dtype = problem.result.quantised, _written(problem)
     shape = (WARPGROUPS, rows, CHANNELS) if problem.few else (WARPGROUPS, CHANNELS, PART)
-    out = swizzled(shape, dtype) if jnp.dtype(dtype).itemsize == 2 else plgpu.SMEM(shape, dtype)
+    out = plgpu.SMEM(shape, dtype)
+    if jnp.dtype(dtype).itemsize == 2:
+        out = swizzled(shape, dtype)
+    elif quantised and problem.outs[0] % PART:  # of which tiles must be a part
+        out = swizzled(shape, dtype, CHANNELS)
     scales = jnp.float32
     return Shared(
         weights=(swizzled((stages, PART, block), code, columns),) * problem.parts,

@@ -65,7 +65,7 @@ def dense_product(
     x = jnp.pad(in_order(x), ((0, num_tiles * rows - tokens), (0, 0)))
     groups = Groups(weights.scale, weights.zero)
     tiles = _tiles(num_tiles, rows)
-    inputs = Inputs(tiles, x, (weights.codes,), None, None, groups=(groups,))
+    inputs = Inputs(tiles, x, (weights.codes,), groups=(groups,))
     problem = make_problem(config, None, inputs, x.dtype, interpret)
     out = multiply_tiles(problem, inputs)
     if problem.parts > 1:

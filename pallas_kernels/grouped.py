@@ -3,11 +3,10 @@
     collect     x[token] of every own pair, tile by tile      (grouped_rows)
     gated       silu(gate x) * up x, or as a `Gate` says      (grouped_product)
     combine     with parts: their sums, before the silu       (grouped_combine)
-    quantise    with codes: every row, over its whole width   (grouped_rows)
     product     down h (and bias), times the pair's gain      (grouped_product)
 
-and XLA's: the tiles (`grouped_work`), with codes those of x, and the order undone, which fuses with
-the sum over a token's experts.
+and XLA's: the tiles (`grouped_work`), and the order undone, which fuses with the sum over a token's
+experts. Those in e4m3 codes have launches of the same names, for rows in codes (`grouped_codes`).
 """
 
 from typing import Any
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.four_bits import Groups, in_order, wrong_groups
 from pallas_kernels.gates import SILU, Gate
+from pallas_kernels.grouped_codes import Rows, most_rows, multiply_codes, wrong_experts
 from pallas_kernels.grouped_combine import add_down, combine_gated
 from pallas_kernels.grouped_problem import (
     OVERHEAD_BYTES,
@@ -26,16 +26,7 @@ from pallas_kernels.grouped_problem import (
     make_problem,
 )
 from pallas_kernels.grouped_product import multiply_tiles
-from pallas_kernels.grouped_rows import (
-    BLOCKS_PER_CORE,
-    COLLECTED,
-    LARGEST_CODE,
-    LEAST_SCALED,
-    MOST_COLUMNS,
-    Launch,
-    collect_rows,
-    quantise_rows,
-)
+from pallas_kernels.grouped_rows import COLLECTED, MOST_COLUMNS, Launch, collect_rows
 from pallas_kernels.grouped_split import (
     CHANNELS,
     FOUR_BITS,
@@ -58,7 +49,7 @@ from pallas_kernels.product_ring import SHARED_MEMORY_LIMIT
 def config_for(mean_pairs: float, weights: ExpertWeights, cores: int = 132) -> GroupedConfig:
     """Return settings for so many pairs of an expert, on average over those of all devices."""
     parts = count_parts(_products(weights), mean_pairs, weights.gate.shape[0], cores)
-    return GroupedConfig(tile_rows(mean_pairs), cores, parts=parts)
+    return GroupedConfig(min(tile_rows(mean_pairs), most_rows(weights)), cores, parts=parts)
 
 
 def _products(weights: ExpertWeights) -> tuple[Items, Items]:
@@ -89,31 +80,23 @@ def grouped_mlp(
     rows, k = config.rows, gains.shape[1]
     tiles = divide_rows(routed.sizes, gains.size, rows)
     placed = place_pairs(routed, tiles, rows)
-    launch = Launch(BLOCKS_PER_CORE * config.num_blocks, interpret)
     token, row_gains = placed.pair // k, gains.astype(jnp.float32).reshape(-1)[placed.pair]
+    if weights.gate.dtype == FP8:
+        of_rows = Rows(tiles, placed, token, row_gains)
+        out = multiply_codes(x, weights, of_rows, config, (gate, interpret))
+        return out.reshape(*gains.shape, x.shape[1])
 
-    def multiply(source: Any, names: tuple[str, ...], row_scale: Any) -> jax.Array:
-        matrices, scales, biases = (_of_all(weights, names, n) for n in ("", "_scale", "_bias"))
-        gated = len(names) > 1
-        gain = None if gated or biases is None else row_gains
-        groups = ()
-        if weights.are_four_bits:
-            groups, scales = _groups(weights, names), None
-        inputs = Inputs(tiles, source, matrices, scales, row_scale, biases, gain, groups)
+    def multiply(source: Any, names: tuple[str, ...], gain: Any) -> jax.Array:
+        matrices, biases = (_of_all(weights, names, suffix) for suffix in ("", "_bias"))
+        groups = _groups(weights, names) if weights.are_four_bits else ()
+        inputs, gated = Inputs(tiles, source, matrices, gain, biases, groups), len(names) > 1
         problem = make_problem(config, gate if gated else None, inputs, x.dtype, interpret)
         out = multiply_tiles(problem, inputs)
         return combine_gated(problem, inputs, out) if gated and problem.parts > 1 else out
 
-    if weights.gate.dtype != FP8:
-        x = in_order(x) if weights.are_four_bits else x
-        inner = multiply(collect_rows(x, token, tiles, launch), ("gate", "up"), None)
-        out = multiply(inner, ("down",), row_gains)
-    else:
-        codes, scale = quantise(x)
-        collected = collect_rows(codes, token, tiles, launch)
-        inner = multiply(collected, ("gate", "up"), scale[token])
-        codes, scale = quantise_rows(inner, row_gains, tiles, launch)
-        out = multiply(codes, ("down",), scale.reshape(token.shape))
+    x = in_order(x) if weights.are_four_bits else x
+    collected = collect_rows(x, token, tiles, Launch(config.collecting, interpret))
+    out = multiply(multiply(collected, ("gate", "up"), None), ("down",), row_gains)
     if config.parts[1] > 1:
         out = add_down(out, placed.place, x.shape[1], x.dtype)
     else:
@@ -133,15 +116,6 @@ def _groups(weights: ExpertWeights, names: tuple[str, ...]) -> tuple[Groups, ...
     return tuple(Groups(*each) for each in of_all)
 
 
-def quantise(
-    x: Float[Array, "tokens width"],
-) -> tuple[Float[Array, "tokens width"], Float[Array, " tokens"]]:
-    """Return e4m3 codes and the scale of every token, as `grouped_rows.quantise_rows` does."""
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=1), LEAST_SCALED) * (1 / LARGEST_CODE)
-    return (wide / scale[:, None]).astype(FP8), scale
-
-
 def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
     """Raise ValueError for what the kernels cannot do."""
     (_, width, hidden), dtype = weights.gate.shape, weights.gate.dtype
@@ -153,8 +127,10 @@ def check(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -> None:
             f"x of {x.dtype} and weights of {dtype}: x must be bfloat16 or float16, the weights of "
             f"the same type or {jnp.dtype(FP8)}"
         )
-    elif (dtype == FP8) != (weights.gate_scale is not None):
-        wrong.append(f"weights of {dtype} {'want' if dtype == FP8 else 'take no'} scales")
+    elif dtype == FP8:
+        wrong = wrong_experts(x, weights, config)
+    elif weights.gate_scale is not None:
+        wrong.append(f"weights of {dtype} take no scales")
     if hidden % CHANNELS or width % CHANNELS:
         wrong.append(f"hidden {hidden} and width {width} must be multiples of {CHANNELS}")
     if config.rows not in TILE_ROWS:

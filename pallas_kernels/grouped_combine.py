@@ -7,6 +7,7 @@ pairs back into the order of tokens, which costs no launch.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,12 +50,23 @@ def _combine_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
     tile, half = lax.axis_index("tile"), lax.axis_index("half")
     item = Item(tile, lax.axis_index("column"), jnp.int32(0), inputs.tiles.expert[tile])
 
-    most = max(1, LOADED // (PARTS * problem.rows // 2))
-    at_once = max(n for n in range(1, most + 1) if problem.parts % n == 0)
-
     def load(part: jax.Array, operand: int) -> jax.Array:
         place = place_of_sums(problem, sums, half, item._replace(part=part), operand)
         return plgpu.load(place, layout=WGMMA, optimized=False)
+
+    @pl.when(tile < inputs.tiles.num_tiles)
+    def _() -> None:
+        added = add_parts(load, problem.parts, problem.rows)
+        finish(problem, inputs, out, stage, half, item, added)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def add_parts(
+    load: Callable[[jax.Array, int], jax.Array], num_parts: int, rows: int
+) -> tuple[jax.Array, ...]:
+    """Return the sums of gate and up in a kernel, of [CHANNELS, rows] of each part and operand."""
+    most = max(1, LOADED // (PARTS * rows // 2))
+    at_once = max(n for n in range(1, most + 1) if num_parts % n == 0)
 
     def add(nth: jax.Array, added: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         parts = [nth * at_once + i for i in range(at_once)]
@@ -62,12 +74,8 @@ def _combine_kernel(problem: Problem, tree: Any, *refs: Any) -> None:
         pairs = zip(loaded, added, strict=True)
         return tuple(functools.reduce(jnp.add, more, so_far) for more, so_far in pairs)
 
-    @pl.when(tile < inputs.tiles.num_tiles)
-    def _() -> None:
-        nothing = (filled((CHANNELS, problem.rows), 0.0),) * PARTS
-        added = lax.fori_loop(0, problem.parts // at_once, add, nothing)
-        finish(problem, inputs, out, stage, half, item, added)
-        plgpu.wait_smem_to_gmem(0)
+    nothing = (filled((CHANNELS, rows), 0.0),) * PARTS
+    return lax.fori_loop(0, num_parts // at_once, add, nothing)
 
 
 def add_down(

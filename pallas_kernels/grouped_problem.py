@@ -26,6 +26,7 @@ from pallas_kernels.mosaic import swizzled
 from pallas_kernels.product_ring import MAX_STAGES, SHARED_MEMORY_LIMIT, share_of_items
 
 OVERHEAD_BYTES = 2048  # barriers, and what aligning the buffers costs
+COLLECTING = 4  # thread blocks of a multiprocessor that collect rows
 
 
 # The sums of every part of the contraction, with room for whole blocks of channels: of gate and of
@@ -41,6 +42,11 @@ class GroupedConfig(NamedTuple):
     stages: int | None = None  # of shared memory; None: as many as fit
     parts: tuple[int, int] = 1, 1  # of the contraction: of gate and up, and of down
     joins: bool = False  # matrices are parts of one contraction, not experts: blocks of four bits
+
+    @property
+    def collecting(self) -> int:
+        """Thread blocks that collect rows."""
+        return COLLECTING * self.num_blocks
 
 
 class Problem(NamedTuple):
@@ -83,10 +89,8 @@ class Inputs(NamedTuple):
     tiles: Tiles
     x: Any  # [tiles * rows, in]
     weights: tuple[Any, ...]  # gate and up, or down: [experts, out, in], or four bits' codes
-    scales: tuple[Any, ...] | None  # of the output channels [experts, out] float32, with codes
-    row_scale: Any  # [tiles, rows] float32: of the rows of x, and what results are to be times
+    gain: Any = None  # [tiles, rows] float32: what results are to be times; None: 1
     biases: tuple[Any, ...] | None = None  # [experts, out], of the same matrices
-    bias_gain: Any = None  # [tiles, rows] float32: what a bias is to be times; None: 1
     groups: tuple[Groups, ...] = ()  # of the same matrices, where they are codes of four bits
 
 

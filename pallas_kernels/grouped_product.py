@@ -227,17 +227,15 @@ def _all_scaled(
 def _scaled(
     problem: Problem, inputs: Inputs, item: Item, place: jax.Array, part: int, values: jax.Array
 ) -> jax.Array:
-    """Return values [CHANNELS, rows] times scales of their channels and rows, and plus a bias."""
+    """Return values [CHANNELS, rows] times the gain of their rows, and plus a bias times that."""
     part, shape = part if problem.gated else 0, values.shape
-    if inputs.scales is not None:
-        values = values * _of_channels(problem, inputs.scales[part], item, place, shape)
-    if inputs.row_scale is not None:
-        values = values * _of_rows(inputs.row_scale, item, shape)
+    if inputs.gain is not None:
+        values = values * _of_rows(inputs.gain, item, shape)
     if inputs.biases is not None:
         bias = _of_channels(problem, inputs.biases[part], item, place, shape)
         bias = bias.astype(jnp.float32)
-        if inputs.bias_gain is not None:
-            bias = bias * _of_rows(inputs.bias_gain, item, shape)
+        if inputs.gain is not None:
+            bias = bias * _of_rows(inputs.gain, item, shape)
         values = values + bias * (item.part == 0).astype(jnp.float32)  # of all parts, once
     return values
 

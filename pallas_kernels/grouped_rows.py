@@ -1,4 +1,4 @@
-"""What goes over the rows of a grouped product: collect them into tiles, and quantise them.
+"""Rows for a grouped product: collected into tiles as they are, or as codes.
 
 On Hopper the copy engine fetches no rows by a list of indices (gather4 is Blackwell's), and Mosaic
 writes single rows only where memory is not tiled, which matrix instructions need: so the rows of x
@@ -7,6 +7,7 @@ they would work on all that a step could have, a device's own pairs and the othe
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,19 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int32
 
 from pallas_kernels.grouped_work import Tiles, count_tiles
-from pallas_kernels.mosaic import FP8, store
+from pallas_kernels.mosaic import FP8
+from pallas_kernels.norm_codes import BLOCK, load_piece, pieces_of, put_codes
 
 COLLECTED = 8  # rows that a thread block collects at a time
 COLUMNS = 64  # of a box: the copy engine takes 256 at most along an axis, so rows are two axes
 MOST_COLUMNS = 256 * COLUMNS
-QUANTISED = 4  # rows that a thread block quantises at a time: one for each warp
-LANES = 32
-BLOCKS_PER_CORE = 4
-LARGEST_CODE = float(jnp.finfo(FP8).max)
-LEAST_SCALED = 1e-20  # what is smaller than this in all of a row becomes zeros
 
 
 class Launch(NamedTuple):
@@ -81,64 +78,43 @@ def _collect_kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def quantise_rows(
-    x: Float[Array, "places width"],
-    gains: Float[Array, "tiles rows"] | None,
-    tiles: Tiles,
-    launch: Launch,
-) -> tuple[Float[Array, "places width"], Float[Array, " places"]]:
-    """Return e4m3 codes and the scale of every row, float32, which is times the row's gain.
+def collect_codes(
+    x: Float[Array, "tokens width"], token: Int32[Array, "tiles rows"], tiles: Tiles, launch: Launch
+) -> tuple[Float8e4m3fn[Array, "places width"], Float32[Array, "blocks places"]]:
+    """Return e4m3 codes of x[token], and the scale of each row and block of inputs.
 
-    One scale for a whole row, as in `models/products.quantise`: neither tiles nor modes change it.
+    As `models/products.quantise_blocks`; tiles that the step does not have are not written.
     """
-    places, width = x.shape
-    gains = jnp.ones(places, jnp.float32) if gains is None else gains.reshape(-1)
+    (tokens, width), places = x.shape, token.size
+    blocks = -(-width // BLOCK)
+    cut = (blocks, BLOCK) if width % BLOCK == 0 else (width,)
     codes, scales = plgpu.kernel(
-        functools.partial(_quantise_kernel, places // tiles.rows.shape[0], launch.num_blocks),
+        functools.partial(_codes_kernel, token.shape[1], launch.num_blocks),
         out_type=(
-            jax.ShapeDtypeStruct((places, width), FP8),
-            jax.ShapeDtypeStruct((places,), jnp.float32),
+            jax.ShapeDtypeStruct((places, *cut), FP8),
+            jax.ShapeDtypeStruct((blocks, places), jnp.float32),
         ),
         grid=(launch.num_blocks,),
         grid_names=("block",),
-        kernel_name="grouped_quantise",
+        kernel_name="grouped_collect",
         interpret=launch.interpret,
-    )(tiles.ends, gains, x)
-    return codes, scales
+    )(tiles.ends, token.reshape(-1), x.reshape(tokens, *cut))
+    return codes.reshape(places, width), scales
 
 
-def _quantise_kernel(
-    rows: int, num_blocks: int, ends: Any, gains: Any, x: Any, codes: Any, scales: Any
+def _codes_kernel(
+    rows: int, num_blocks: int, ends: Any, token: Any, x: Any, codes: Any, scales: Any
 ) -> None:
-    width = x.shape[1]
-    vector = next(n for n in (8, 4, 2) if width % (n * LANES) == 0)
-    columns = vector * LANES
-    tiling = plgpu.Tiling(((QUANTISED, columns), (vector,)))
-    layout = plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+    pieces = list(pieces_of(math.prod(x.shape[1:])))
 
-    def quantise(nth: jax.Array, _: None) -> None:
-        here = pl.ds(_begin_of(nth, num_blocks, QUANTISED), QUANTISED)
+    def collect(nth: jax.Array, _: None) -> None:
+        place = _begin_of(nth, num_blocks, 1)
+        source = token[place]
+        loaded = [load_piece(x, piece, source) for piece in pieces]  # all are under way together
+        for piece, numbers in zip(pieces, loaded, strict=True):
+            put_codes((codes, scales), piece, place, numbers.astype(jnp.float32))
 
-        def load(k: jax.Array) -> jax.Array:
-            part = x.at[here, pl.ds(k * columns, columns)]
-            return plgpu.load(part, layout=layout, optimized=False).astype(jnp.float32)
-
-        def widen(k: jax.Array, most: jax.Array) -> jax.Array:
-            return jnp.maximum(most, jnp.abs(load(k)))
-
-        nothing = plgpu.layout_cast(jnp.full((QUANTISED, columns), 0, jnp.float32), layout)
-        most = lax.fori_loop(0, width // columns, widen, nothing).max(axis=1)
-        scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
-
-        def convert(k: jax.Array, _: None) -> None:
-            scaled = load(k) / lax.broadcast_in_dim(scale, (QUANTISED, columns), [0])
-            store(codes.at[here, pl.ds(k * columns, columns)], scaled.astype(FP8))
-
-        lax.fori_loop(0, width // columns, convert, None)
-        gain = plgpu.load(gains.at[here], layout=layout.reduce(1), optimized=False)
-        store(scales.at[here], scale * gain)
-
-    lax.fori_loop(0, _count(count_tiles(ends) * (rows // QUANTISED), num_blocks), quantise, None)
+    lax.fori_loop(0, _count(count_tiles(ends) * rows, num_blocks), collect, None)
 
 
 def _begin_of(nth: jax.Array, num_blocks: int, size: int) -> jax.Array:

@@ -16,7 +16,8 @@ CHANNELS = 64  # of a matrix instruction
 PART = WARPGROUPS * CHANNELS  # channels of one operand of an item
 PARTS = 2  # gate and up, or two neighbours of down
 STEP_BYTES = 128  # of the contraction, in a stage of shared memory: what a swizzle spans
-FOUR_BITS = 0.5  # bytes of a number
+CODE, FOUR_BITS = 1, 0.5  # bytes of a number
+BLOCK = 128  # inputs of codes that share a scale
 FOUR_BIT_STEPS = 128, 64  # numbers: a stage has room for as many of the rows
 MOST_PADDED = 1 / 16  # of a contraction in such steps, which end in zeros: those of 2,880 are 23
 # A multiprocessor is taken to read at most so many times its share of the memory's rate.
@@ -42,8 +43,11 @@ class Items(NamedTuple):
 def items_of(channels: int, contraction: int, item_bytes: float | int, gated: bool) -> Items:
     """Describe a product with a matrix [channels, contraction], or with two of them, gate and up.
 
-    The kernels have sides that are multiples of 64. So steps are whole, but for those of four bits.
+    The kernels have sides that are multiples of 64. So steps are whole, but for those of four bits,
+    and of codes, whose steps are blocks of inputs.
     """
+    if item_bytes == CODE:
+        return Items(-(-channels // PART), BLOCK, -(-contraction // BLOCK))
     columns = -(-channels // (PART if gated else PARTS * PART))
     if item_bytes < 1:
         most = contraction * (1 + MOST_PADDED)

@@ -14,6 +14,8 @@ from pallas_kernels.call import KVScales
 from pallas_kernels.window import Window, first_seen
 
 FP8 = jnp.float8_e4m3fn
+LARGEST_CODE = float(jnp.finfo(FP8).max)
+LEAST_SCALED = 1e-20  # a block whose numbers are all smaller becomes zeros
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # a logit that is not seen: finite, so that differences are never NaN
 COLUMNS = 64  # of a tile of shared memory: 128 bytes of 16-bit numbers, what a swizzle spans
@@ -49,6 +51,11 @@ def store(ref: Any, values: jax.Array) -> None:
         plgpu.store(ref, values, optimized=False)
     else:
         ref[...] = values
+
+
+def code_scale(most: jax.Array) -> jax.Array:
+    """Return what the codes of a block are in units of, whose largest number is `most`."""
+    return jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
 
 
 def oldest_seen(position: jax.Array, window: Window | None) -> jax.Array:

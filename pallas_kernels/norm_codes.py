@@ -24,13 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
-from pallas_kernels.mosaic import FP8, store
+from pallas_kernels.mosaic import FP8, code_scale, store
 
 BLOCK, HALF = 128, 64
 LANES, WARPS = 32, 4
 TILES = 8, 4  # blocks
-LARGEST_CODE = float(jnp.finfo(FP8).max)
-LEAST_SCALED = 1e-20  # a block whose numbers are all smaller becomes zeros
 MOST_WIDTH = 16384  # columns: 128 registers of a thread
 ROWS = "bfloat16", "float16"
 
@@ -111,13 +109,19 @@ def pieces_of(width: int) -> Iterator[Piece]:
 
 def wrong_norm(x: Any, added: Any, weight: Any) -> list[str]:
     """Say what the kernel cannot do."""
-    width, wrong = x.shape[-1], []
-    if x.dtype.name not in ROWS:
-        wrong.append(f"rows of {x.dtype}: must be {' or '.join(ROWS)}")
+    width, wrong = x.shape[-1], wrong_rows(x)
     if added is not None and (added.dtype != x.dtype or added.shape != x.shape):
         wrong.append(f"{added.dtype}{added.shape} is added to {x.dtype}{x.shape}")
     if weight.shape != (width,):
         wrong.append(f"a weight of {weight.shape} for rows of {width}")
+    return wrong
+
+
+def wrong_rows(x: Any) -> list[str]:
+    """Say what the kernel cannot do with rows."""
+    width, wrong = x.shape[-1], []
+    if x.dtype.name not in ROWS:
+        wrong.append(f"rows of {x.dtype}: must be {' or '.join(ROWS)}")
     if width % HALF or width > MOST_WIDTH:
         wrong.append(f"rows of {width}: must be a multiple of {HALF}, and at most {MOST_WIDTH}")
     return wrong
@@ -179,23 +183,24 @@ def norm_row(
     under way together.
     """
     row, width = lax.axis_index("row"), math.prod(arrays.x.shape[1:])
-    pieces, load_added = list(pieces_of(width)), load_added or _load
+    pieces, load_added = list(pieces_of(width)), load_added or load_piece
     added: list[Any] = [None] * len(pieces)
     if arrays.added is not None:
         added = [load_added(arrays.added, piece, row) for piece in pieces]
-    loaded = [_load(arrays.x, piece, row) for piece in pieces]
+    loaded = [load_piece(arrays.x, piece, row) for piece in pieces]
     each = zip(pieces, loaded, added, strict=True)
     rows = [_total(kind, arrays, out, (piece, row), x, more) for piece, x, more in each]
     gain = lax.rsqrt(_squares(pieces, rows) * (1 / width) + kind.eps)
     for piece, wide in zip(pieces, rows, strict=True):
-        normed = _weighted(kind, wide * gain, _load(arrays.weight, piece, nth), arrays.x.dtype)
+        normed = _weighted(kind, wide * gain, load_piece(arrays.weight, piece, nth), arrays.x.dtype)
         if out.scales is None:
             store(piece.of(out.normed, row), normed)
         else:
-            _put_codes(out, piece, row, normed.astype(jnp.float32))
+            put_codes((out.normed, out.scales), piece, row, normed.astype(jnp.float32))
 
 
-def _load(ref: Any, piece: Piece, row: jax.Array | int) -> jax.Array:
+def load_piece(ref: Any, piece: Piece, row: jax.Array | int) -> jax.Array:
+    """Load the columns of a piece, of a row of an array."""
     return plgpu.load(piece.of(ref, row), layout=piece.layout, optimized=False)
 
 
@@ -208,7 +213,7 @@ def _total(
     piece, row = at
     added, dtype = added.astype(jnp.float32), x.dtype
     if arrays.bias is not None:
-        bias = _load(arrays.bias, piece, 0).astype(jnp.float32)
+        bias = load_piece(arrays.bias, piece, 0).astype(jnp.float32)
         added = (added + bias).astype(dtype).astype(jnp.float32)
     if kind.scale != 1:
         added = (added * kind.scale).astype(dtype).astype(jnp.float32)
@@ -242,14 +247,14 @@ def _weighted(
     return (normed.astype(dtype).astype(jnp.float32) * weight).astype(dtype)
 
 
-def _put_codes(out: Outputs, piece: Piece, row: jax.Array, normed: jax.Array) -> None:
-    """Write codes of a piece, in units of the largest number of each block."""
-    most = jnp.max(jnp.abs(normed), axis=-1)
-    scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
+def put_codes(out: tuple[Any, Any], piece: Piece, row: jax.Array, values: jax.Array) -> None:
+    """Write codes of a piece, in units of the largest number of each block, and these units."""
+    codes, scales = out
+    scale = code_scale(jnp.max(jnp.abs(values), axis=-1))
     if piece.blocks > 1:
-        units = lax.broadcast_in_dim(scale, normed.shape, [0])
-        store(out.scales.at[pl.ds(piece.first, piece.blocks), row], scale)
+        units = lax.broadcast_in_dim(scale, values.shape, [0])
+        store(scales.at[pl.ds(piece.first, piece.blocks), row], scale)
     else:
         units = scale
-        out.scales[piece.first, row] = scale
-    store(piece.of(out.normed, row), (normed / units).astype(FP8))
+        scales[piece.first, row] = scale
+    store(piece.of(codes, row), (values / units).astype(FP8))

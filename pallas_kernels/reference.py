@@ -59,7 +59,7 @@ def experts(
 ) -> Float64[np.ndarray, "tokens k hidden"]:
     """Return gain * down(silu(gate x) * up x) of every expert that is chosen; -1 gives zeros.
 
-    Where weights are codes of eight bits, what they multiply is rounded to codes, a scale a row.
+    Where weights are codes of eight bits, what they multiply is rounded to codes, blocks of inputs.
     """
     out, is_packed = np.zeros((*np.shape(chosen), x.shape[1])), weights.are_four_bits
     are_codes = weights.gate_scale is not None and not is_packed
@@ -101,6 +101,9 @@ def four_bits(
 
 
 def rounded_to_codes(x: Float64[np.ndarray, "rows width"]) -> Float64[np.ndarray, "rows width"]:
-    """Round to e4m3 codes in units of a row's largest number / 448."""
-    scale = np.maximum(abs(x).max(axis=1, keepdims=True), 1e-20) / 448
-    return (x / scale).astype(float8_e4m3fn).astype(np.float64) * scale
+    """Round to e4m3 codes in units of the largest of a row's 128 columns / 448."""
+    parts = np.split(x, range(128, x.shape[1], 128), axis=1)
+    scales = [np.maximum(abs(part).max(axis=1, keepdims=True), 1e-20) / 448 for part in parts]
+    pairs = zip(parts, scales, strict=True)
+    codes = [(part / scale).astype(float8_e4m3fn).astype(np.float64) * scale for part, scale in pairs]
+    return np.concatenate(codes, axis=1)

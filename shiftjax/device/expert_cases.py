@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
+from pallas_kernels.grouped_codes import most_rows
 from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device.mesh import on_each
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
+from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.grid import Device
 
 NUM_EXPERTS = 3  # at most
@@ -92,9 +94,21 @@ def draw(shape: ExpertShape, is_used: jax.Array) -> tuple[jax.Array, ExpertWeigh
         return x, ExpertWeights(*(m.astype(weights.dtype) for m in scaled), *[None] * 3, *biases)
     codes = [(m * 128).astype(weights.dtype) for m in matrices]
     scales = [
-        jnp.full(size[:2], unit / 128, jnp.float32) for size, unit in zip(sizes, units, strict=True)
+        _draw_scales(shape, key, size, unit / 128)
+        for key, size, unit in zip(keys[3:], sizes, units, strict=True)
     ]
     return x, ExpertWeights(*codes, *scales, *biases)
+
+
+def _draw_scales(
+    shape: ExpertShape, key: jax.Array, size: tuple[int, ...], unit: float
+) -> jax.Array:
+    """Return scales of codes, which differ from channel to channel, or from square to square."""
+    experts, outputs, inputs = size
+    sizes = (outputs,)
+    if shape.squares:
+        sizes = outputs // shape.squares, -(-inputs // BLOCK)
+    return unit * jnp.exp2(jax.random.uniform(key, (experts, *sizes), minval=-1.0, maxval=1.0))
 
 
 def _draw_packed(
@@ -141,7 +155,8 @@ def kernels(shape: ExpertShape, step: ExpertStep) -> Multiply:
     def multiply(
         x: jax.Array, weights: ExpertWeights, routed: Routed, gains: jax.Array
     ) -> jax.Array:
-        config = config_for(0.0, weights) if step.is_cut else GroupedConfig(step.rows)
+        rows = min(step.rows, most_rows(weights))
+        config = config_for(0.0, weights) if step.is_cut else GroupedConfig(rows)
         return grouped_mlp(x, weights, routed, gains, config, gate=gate)
 
     return multiply

@@ -22,6 +22,7 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.models.gpu_software import what_tracing_says
 from shiftjax.models.product_backend import GATES
 from shiftjax.models.tiles import tile_loop
+from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.stored import codes_in
 
@@ -80,7 +81,7 @@ class ExpertShape(NamedTuple):
     has_bias: bool = False
     group: int = 0  # of weights of four bits: inputs that share a scale
     has_zeros: bool = False  # and zero points
-    has_squares: bool = False  # scales of square blocks
+    squares: int = 0  # of codes: outputs that share a scale with a block of inputs; 0: channels
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -102,7 +103,7 @@ def expert_shape(model: ModelConfig, formats: Formats) -> ExpertShape | None:
         return shape
     if FORMATS[formats.weights].is_packed:
         return shape._replace(group=codes.group, has_zeros=codes.has_zeros)
-    return shape._replace(has_squares=codes.rows_of_scale > 0)
+    return shape._replace(squares=codes.rows_of_scale)
 
 
 def choose_experts(
@@ -130,8 +131,6 @@ def why_not_traced(shape: ExpertShape) -> str | None:
     """Trace a small step; return what the kernels cannot do, in their own words."""
     from pallas_kernels.grouped import grouped_mlp
 
-    if shape.has_squares:
-        return "grouped_mlp: scales are of square blocks, not of channels"
     pairs = TRACED_TOKENS, shape.per_token
     routed = Routed(
         jax.ShapeDtypeStruct((math.prod(pairs),), jnp.int32),
@@ -154,7 +153,10 @@ def _abstract_weights(shape: ExpertShape) -> ExpertWeights:
         zeros = [jax.ShapeDtypeStruct((1, *one), jnp.uint8) for one in groups]
         sizes = [(out, n // 2) for out, n in shape.matrices]
     elif weights.has_scales:
-        scales = [jax.ShapeDtypeStruct((1, *out), jnp.float32) for out in outputs]
+        sizes_of_scales = outputs
+        if shape.squares:
+            sizes_of_scales = [(n // shape.squares, -(-m // BLOCK)) for n, m in shape.matrices]
+        scales = [jax.ShapeDtypeStruct((1, *each), jnp.float32) for each in sizes_of_scales]
     matrices = [jax.ShapeDtypeStruct((1, *size), weights.dtype) for size in sizes]
     dtype = FORMATS[shape.dtype].dtype
     biases = [jax.ShapeDtypeStruct((1, *out), dtype) for out in outputs]

@@ -99,15 +99,6 @@ def quantise_blocks(
     return Codes(codes.reshape(num_tokens, -1)[:, :width], scale.T)
 
 
-def quantise_rows(x: Float[Array, "tokens in"]) -> Codes:
-    """Return codes of activations, each token in units of its largest number.
-
-    Kernels of experts, which are never cut along their inputs, take one scale a row.
-    """
-    codes, scale = quantise(x)
-    return Codes(codes, jnp.broadcast_to(scale, (-(-x.shape[1] // BLOCK), x.shape[0])))
-
-
 def codes_for(x: Activations, matrix: Matrix) -> Codes:
     """Return activations as the codes that a matrix of codes multiplies."""
     return x if isinstance(x, Codes) else quantise_blocks(x, block_of(matrix), matrix.inputs)

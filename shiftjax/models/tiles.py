@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
 from shiftjax.arch.config import Activation
 from shiftjax.models.four_bits import is_packed
-from shiftjax.models.products import Matrix, gate_with, project_out, quantise_rows
+from shiftjax.models.products import Matrix, gate_with, project_out
 
 TILE_ROWS = 16  # pairs that are multiplied together, all of one expert
 
@@ -56,10 +56,7 @@ def _gated_mlp(
         scale, zero = (None if each is None else each[expert] for each in parts)
         if is_packed(values):  # `[groups, out]` to `[out, groups]`, as of a column-parallel matrix
             scale, zero = (None if each is None else each.T for each in (scale, zero))
-        given = x  # with scales of channels, codes as the kernels have them
-        if scale is not None and scale.ndim == 1 and not is_packed(values):
-            given = quantise_rows(x)
-        out = project_out(given, Matrix(values, scale, zero=zero), dtype=x.dtype)
+        out = project_out(x, Matrix(values, scale, zero=zero))
         bias = getattr(weights, f"{name}_bias")
         return out if bias is None else out + bias[expert][None]
 

@@ -31,6 +31,7 @@ from shiftjax.parallel.layout import Layout
 
 SHAPE = ExpertShape(hidden=128, width=64, per_token=2, dtype="bfloat16", weights="bfloat16")
 CODES = SHAPE._replace(weights="fp8")
+SQUARES = ExpertShape(256, 128, 2, "bfloat16", "fp8", squares=128)
 BIASED = SHAPE._replace(activation="clamped_swiglu", has_bias=True)
 MXFP4 = BIASED._replace(weights="mxfp4", group=32)
 INT4 = SHAPE._replace(weights="int4", group=64, has_zeros=True)
@@ -52,6 +53,7 @@ def judged(multiply, shape: ExpertShape = SHAPE, num_runs: int = 2) -> str | Non
     [
         pytest.param(SHAPE, id="bfloat16", marks=pytest.mark.thorough),
         pytest.param(CODES, id="codes", marks=pytest.mark.thorough),
+        pytest.param(SQUARES, id="squares", marks=pytest.mark.thorough),
         pytest.param(BIASED, id="biased"),
         pytest.param(MXFP4, id="mxfp4", marks=pytest.mark.thorough),
         pytest.param(INT4, id="int4", marks=pytest.mark.thorough),
@@ -68,7 +70,7 @@ def test_the_loop_is_its_own_measure():
     assert judged(tile_loop) is None
 
 
-@pytest.mark.parametrize("shape", [SHAPE, CODES], ids=["bfloat16", "codes"])
+@pytest.mark.parametrize("shape", [SHAPE, CODES, SQUARES], ids=["bfloat16", "codes", "squares"])
 @pytest.mark.parametrize(
     "change",
     [
@@ -106,10 +108,15 @@ def test_wrong_biases_are_found(change):
         (MXFP4, lambda w: w._replace(down_scale=jnp.roll(w.down_scale, 1, axis=1))),
         (INT4, lambda w: w._replace(up_scale=w.up_scale.at[:, -1].set(w.up_scale[:, -2]))),
         (INT4, lambda w: w._replace(up_zero=None)),
+        (CODES, lambda w: w._replace(up_scale=w.gate_scale)),
+        (SQUARES, lambda w: w._replace(gate_scale=w.gate_scale[:, :, ::-1])),
     ],
-    ids=["halves of bytes", "the group before", "the last group", "zero points"],
+    ids=[
+        *("halves of bytes", "the group before", "the last group", "zero points"),
+        *("another matrix's scales", "squares of other inputs"),
+    ],
 )
-def test_wrong_codes_of_four_bits_are_found(shape, change):
+def test_wrong_codes_and_scales_are_found(shape, change):
     def multiply(x, weights, routed, gains):
         return tile_loop(x, change(weights), routed, gains, shape.activation)
 
@@ -149,11 +156,13 @@ def test_steps_have_an_expert_without_tokens_and_tokens_without_experts():
 def test_only_experts_that_the_kernels_take_are_tried():
     assert why_not_traced(SHAPE) is None and why_not_traced(CODES) is None
     assert why_not_traced(MXFP4) is None and why_not_traced(INT4) is None
-    assert "of square blocks" in (why_not_traced(CODES._replace(has_squares=True)) or "")
+    assert why_not_traced(SQUARES) is None
+    narrow = why_not_traced(SQUARES._replace(width=192, squares=64)) or ""
+    assert "scales (3, 2) are not of 128 outputs and a block: (2, 2)" in narrow
     squares = replace(PRESETS["qwen3-30b-a3b"], codes=Codes(rows_of_scale=128))
     coded, widened = (expert_shape(squares, each) for each in (formats_of("fp8"), Formats()))
-    assert coded is not None and coded.has_squares
-    assert widened is not None and not widened.has_squares
+    assert coded is not None and coded.squares == 128 and why_not_traced(coded) is None
+    assert widened is not None and not widened.squares
     assert "multiples of 64" in (why_not_traced(SHAPE._replace(hidden=100)) or "")
     assert "are not of groups of 32, 64, 128" in (
         why_not_traced(INT4._replace(hidden=512, group=0)) or ""

@@ -274,6 +274,40 @@ def test_tokens_are_those_of_the_format_on_all_devices(sp, tp, static):
         assert tokens(run(built.engine, [PROMPT], sampling)[0, 0]) == expected
 
 
+# Blocks of what experts multiply: hidden states and what is between, the last of both not whole.
+OF_EXPERTS: dict[str, Any] = MOE | {
+    "hidden_size": 192,
+    "moe_intermediate_size": 160,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+@cache
+def expected_of_experts() -> tuple[Path, list[int]]:
+    directory, config, numbers = checkpoint(**OF_EXPERTS)
+    with numpy_fp8.quantised(o=24, down=8):
+        return directory, numpy_llama.greedy(config, numbers, PROMPT, 8)
+
+
+@pytest.mark.costs(12)
+@pytest.mark.parametrize(
+    ("sp", "tp", "experts_as"),
+    [(4, 2, 2), *thorough((4, 2, 4), (4, 2, 1), (8, 1, 8), (8, 1, 1), (1, 8, 1), (1, 1, 1))],
+)
+def test_tokens_of_experts_are_those_of_the_format_however_they_are_divided(sp, tp, experts_as):
+    """Whole, over all devices, or between, in every mode."""
+    directory, expected = expected_of_experts()
+    sizes = {"num_blocks": 42, "token_buckets": [32], "max_num_seqs": 2}
+    how = {"experts_as": experts_as}
+    built = make(directory, sp, tp, quantization="fp8", **sizes, controls=how)
+    sampling = [SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)]
+    for seed in range(2 if sp > 1 else 1):
+        built.engine.policy = RandomPolicy(seed)
+        built.engine.flush_prefix_cache()
+        assert tokens(run(built.engine, [PROMPT], sampling)[0, 0]) == expected
+
+
 # ------------------------------------------------------------------------ products
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.grouped_work import ExpertWeights, Routed
 FP8 = jnp.float8_e4m3fn
 E2M1, INT4 = "e2m1", "int4"  # codes of four bits, in groups
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+BLOCK = 128  # inputs of codes that share a scale, and channels of a square
 OTHERS = -1  # an expert of another device
 
 
@@ -34,6 +35,7 @@ class Case(NamedTuple):
     group: int = 32  # of codes of four bits
     has_zeros: bool = False
     scale_dtype: Any = jnp.float32  # of integers
+    has_squares: bool = False  # codes with scales of square blocks
 
     @property
     def is_packed(self) -> bool:
@@ -84,7 +86,10 @@ def make_step(case: Case, seed: int = 0, step: Step | None = None) -> Step:
         matrix[~np.isin(np.arange(case.experts), chosen)] = np.nan
     scales = [None] * 3
     if case.weight_dtype == FP8:
-        scales = [jnp.asarray(rng.uniform(0.5, 2, m.shape[:2]), jnp.float32) for m in matrices]
+        shapes = [m.shape[:2] for m in matrices]
+        if case.has_squares:
+            shapes = [(m.shape[0], *(-(-n // BLOCK) for n in m.shape[1:])) for m in matrices]
+        scales = [jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32) for shape in shapes]
     biases = [None] * 3
     if case.has_bias:
         biases = [jnp.asarray(rng.standard_normal(m.shape[:2]), case.dtype) for m in matrices]
@@ -171,20 +176,26 @@ def wide(x: Any) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def quantise(x: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return a row rounded to codes, and their scale: in float32, where there are ties."""
-    row = x.astype(np.float32)
-    scale = np.maximum(abs(row).max(), np.float32(1e-20)) * np.float32(1 / 448)
-    return np.asarray((row / scale).astype(FP8), np.float64), float(scale)
+def as_codes(x: np.ndarray) -> np.ndarray:
+    """Return a row rounded to codes by blocks: in float32, where there are ties."""
+    blocks = np.split(x.astype(np.float32), range(BLOCK, x.size, BLOCK))
+    scales = [np.maximum(abs(one).max(), np.float32(1e-20)) * np.float32(1 / 448) for one in blocks]
+    pairs = zip(blocks, scales, strict=True)
+    return np.concatenate([(one / s).astype(FP8).astype(np.float64) * float(s) for one, s in pairs])
 
 
 def rounded(x: np.ndarray, case: Case) -> np.ndarray:
     """Return a row as it lies between the products."""
-    x = np.asarray(x.astype(case.dtype), np.float64)
-    if case.weight_dtype != FP8:
-        return x
-    codes, scale = quantise(x)
-    return codes * scale
+    if case.weight_dtype == FP8:
+        return as_codes(x)
+    return np.asarray(x.astype(case.dtype), np.float64)
+
+
+def spread(scale: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the scales of a matrix's numbers, of channels or of square blocks."""
+    if scale.ndim == 1:
+        return scale[:, None]
+    return scale.repeat(BLOCK, 0)[: shape[0]].repeat(BLOCK, 1)[:, : shape[1]]
 
 
 def define(case: Case, step: Step, token: int, j: int) -> tuple[np.ndarray, np.ndarray]:
@@ -203,8 +214,9 @@ def define(case: Case, step: Step, token: int, j: int) -> tuple[np.ndarray, np.n
     else:
         gate, up, down = (wide(matrix[expert]) for matrix in step.weights[:3])
     if case.weight_dtype == FP8:
-        scales = [wide(scale[expert])[:, None] for scale in step.weights[3:6] if scale is not None]
-        gate, up, down = (m * s for m, s in zip((gate, up, down), scales, strict=True))
+        scales = [wide(scale[expert]) for scale in step.weights[3:6] if scale is not None]
+        pairs = zip((gate, up, down), scales, strict=True)
+        gate, up, down = (m * spread(s, m.shape) for m, s in pairs)
     x, gain = rounded(wide(step.x[token]), case), float(step.gains[token, j])
     biases = [0 if bias is None else wide(bias[expert]) for bias in step.weights[6:9]]
     g, u = gate @ x + biases[0], up @ x + biases[1]

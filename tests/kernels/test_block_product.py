@@ -24,6 +24,10 @@ CASES = {
     ),
     "gate and up": Case(20, 256, (192, 192), gate=SILU, has_bias=True),
     "gate and up, codes, two tiles": Case(20, 256, (256, 256), gate=SILU, quantised=True),
+    "gate and up, codes, half a block": Case(8, 256, (192, 192), gate=SILU, quantised=True),
+    "many rows, gate and up, codes, half a block": Case(
+        72, 256, (192, 192), 128, gate=SILU, quantised=True
+    ),
     "gate and up limited, codes, scales of blocks": Case(
         9, 256, (128, 128), 64, gate=Gate(1.702, 7.0), quantised=True, of_channels=False
     ),
@@ -106,7 +110,7 @@ def test_what_is_activated_is_not_cut():
         ({"rows": 128, "splits": 2}, "splits of tiles of 128 rows"),
         ({"outs": (64, 128)}, r"\[64, 128\] outputs of joined matrices"),
         ({"outs": (128, 64), "gate": SILU}, "two matrices of as many outputs"),
-        ({"outs": (64,), "quantised": True}, "codes are of one result, of a multiple of 128"),
+        ({"outs": (128, 128), "quantised": True}, r"codes are of one result, not of \[128, 128\]"),
         ({"quantised": True, "splits": 2}, "can be neither activated nor quantised"),
         (
             {"outs": (128, 128), "gate": SILU, "rows": 128, "of_channels": False},

@@ -28,8 +28,20 @@ from pallas_kernels.grouped_work import ExpertWeights
 SOME = np.random.default_rng(3).integers(OTHERS, 3, (20, 2))
 CASES = {
     "more than a block of channels, the last of them half": Case(SOME[:7], hidden=320, width=192),
-    "codes, as many stages as fit": Case(
-        SOME[:7], hidden=128, width=192, weight_dtype=FP8, stages=None
+    "codes, blocks that end half-way, as many stages as fit": Case(
+        SOME[:7], hidden=320, width=192, weight_dtype=FP8, stages=None
+    ),
+    "codes, scales of squares, biases": Case(
+        SOME[:7], hidden=256, width=256, weight_dtype=FP8, has_squares=True, **BIASED
+    ),
+    "codes, gate and up cut, biases": Case(
+        SOME[:7], hidden=512, width=256, weight_dtype=FP8, parts=(2, 1), **BIASED
+    ),
+    "codes, gate and up cut, large tiles, scales of squares": Case(
+        SOME[:7], 3, 256, 192, 64, weight_dtype=FP8, has_squares=True, parts=(2, 1)
+    ),
+    "codes, many rows, biases": Case(
+        np.full((140, 1), 1), hidden=256, width=128, rows=128, weight_dtype=FP8, **BIASED
     ),
     "float16, large tiles, one expert, biases, limited": Case(
         np.full((70, 1), 1), rows=64, dtype=jnp.float16, weight_dtype=jnp.float16, **BIASED

@@ -17,7 +17,7 @@ from grouped_cases import (
 from mutations import load
 from spent import mutants
 
-PARTS = ("_fetch", "_product", "_combine", "")  # imports come before
+PARTS = ("_fetch", "_product", "_combine", "_codes", "")  # imports come before
 FIRST = (
     "product_ring",
     "gates",
@@ -26,13 +26,16 @@ FIRST = (
     "grouped_split",
     "four_bits",
     "grouped_problem",
+    *("block_problem", "block_fetch", "block_finish", "block_product"),
 )
 MODULES = (*FIRST, *(f"grouped{part}" for part in PARTS))
 CHOSEN = np.array([[0, 2], [2, -1], [-1, 0], *[[2, 1]] * 18])  # two tiles of expert 2
 PLAIN = Case(CHOSEN, hidden=128, width=128)
 WIDE = Case(CHOSEN[:3], hidden=320)
-CODES = Case(CHOSEN[:3], weight_dtype=FP8)
-LIMITED = CODES._replace(**BIASED)
+CODES = Case(CHOSEN[:3], hidden=256, width=128, weight_dtype=FP8)
+SQUARES = CODES._replace(has_squares=True)
+CUT_CODES = CODES._replace(width=256, parts=(2, 2), **BIASED)
+LIMITED = Case(CHOSEN[:3], **BIASED)
 CUT = Case(CHOSEN[:3], hidden=256, width=384, parts=(2, 3), **BIASED)
 PACKED = Case(CHOSEN[:3], hidden=128, width=128, weight_dtype=E2M1, **BIASED)
 INTEGERS = Case(CHOSEN[:3], weight_dtype=INT4, group=64, has_zeros=True)
@@ -59,12 +62,38 @@ FAULTS = {
     "what is written is not committed": (
         "grouped_product", "= flipped\n    plgpu.commit_smem()\n", "= flipped\n", PLAIN
     ),
-    "up's scale is gate's": (
-        "grouped_product", "inputs.scales[part]", "inputs.scales[0]", CODES
+    "up's scale is gate's": ("block_finish", "matrices[i + n]", "matrices[i]", CODES),
+    "scales of the expert before": (
+        "block_finish", "numbers.at[item.expert, here]",
+        "numbers.at[jnp.maximum(item.expert - 1, 0), here]", CODES,
+    ),
+    "squares of the expert before": (
+        "block_product", "blocks[item.expert,", "blocks[jnp.maximum(item.expert - 1, 0),", SQUARES
+    ),
+    "codes of the expert before": (
+        "block_fetch", "matrix.at[item.expert,", "matrix.at[jnp.maximum(item.expert - 1, 0),", CODES
+    ),
+    "codes of the row before": (
+        "grouped_rows", "source = token[place]", "source = token[jnp.maximum(place - 1, 0)]", CODES
+    ),
+    "codes have no gain": (
+        "grouped_codes", "(*out), down, tiles, gains)", "(*out), down, tiles)", CODES
+    ),
+    "the sums of up's codes are gate's": (
+        "block_finish", "(part * worker.problem.columns +", "(0 * part +", CUT_CODES
+    ),
+    "sums of codes are of the tile before": (
+        "grouped_codes", "item = Item(tile,", "item = Item(jnp.maximum(tile - 1, 0),", CUT_CODES
+    ),
+    "codes of every part are the first's": (
+        "grouped_codes", "item._replace(split=split)", "item", CUT_CODES
+    ),
+    "the first part of down's codes is dropped": (
+        "grouped_codes", "for part in out]", "for part in out[1:]]", CUT_CODES
     ),
     "no gain": ("grouped", """("down",), row_gains)""", """("down",), None)""", PLAIN),
     "no gain of the bias": (
-        "grouped", "gain = None if gated or biases is None else row_gains", "gain = None", LIMITED
+        "grouped_product", "bias = bias * _of_rows(inputs.gain, item, shape)", "pass", LIMITED
     ),
     "up's bias is gate's": ("grouped_product", "inputs.biases[part]", "inputs.biases[0]", LIMITED),
     "up has no limit below": (
@@ -76,10 +105,6 @@ FAULTS = {
     "rows are collected into the tile before": (
         "grouped_rows", "out.at[pl.ds(begin, COLLECTED)]",
         "out.at[pl.ds(jnp.maximum(begin - 8, 0), COLLECTED)]", PLAIN,
-    ),
-    "a scale of a part of the row": (
-        "grouped_rows", "lax.fori_loop(0, width // columns, widen", "lax.fori_loop(0, 1, widen",
-        CODES._replace(width=192),
     ),
     "places do not count padding": (
         "grouped_work", "padded = -(-routed.sizes // tile) * tile", "padded = routed.sizes", PLAIN
@@ -99,14 +124,13 @@ FAULTS = {
     ),
     "the sums of up are gate's": ("grouped_product", "operand * problem.gated", "0", CUT),
     "the last part of gate and up is dropped": (
-        "grouped_combine", "problem.parts // at_once, add", "problem.parts // at_once - 1, add",
+        "grouped_combine", "num_parts // at_once, add", "num_parts // at_once - 1, add",
         CUT._replace(rows=128),
     ),
     "the first part is in all places of gate and up": (
         "grouped_combine", "nth * at_once + i for", "nth * at_once for", CUT
     ),
-    "sums do not begin at zero": ("grouped_combine", "problem.rows), 0.0)", "problem.rows), 1.0)",
-                                  CUT),
+    "sums do not begin at zero": ("grouped_combine", "rows), 0.0)", "rows), 1.0)", CUT),
     "the first part of down is dropped": (
         "grouped_combine", "for part in sums]", "for part in sums[1:]]", CUT
     ),

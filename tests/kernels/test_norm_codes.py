@@ -197,13 +197,13 @@ FAULTS = {
         MIXED,
     ),
     "the scale is the row's": (
-        "most = jnp.max(jnp.abs(normed), axis=-1)",
-        "most = jnp.max(jnp.abs(normed), axis=-1) * 0 + 4.0",
+        "jnp.max(jnp.abs(values), axis=-1)",
+        "jnp.max(jnp.abs(values), axis=-1) * 0 + 4.0",
         TILES,
     ),
     "a scale is that of the next block": (
-        "out.scales.at[pl.ds(piece.first, piece.blocks), row]",
-        "out.scales.at[pl.ds(piece.first + 1, piece.blocks), row]",
+        "scales.at[pl.ds(piece.first, piece.blocks), row]",
+        "scales.at[pl.ds(piece.first + 1, piece.blocks), row]",
         TILES,
     ),
     "the last block is forgotten": (
@@ -212,8 +212,8 @@ FAULTS = {
         MIXED_CODES,
     ),
     "codes are rounded twice": (
-        "(normed / units).astype(FP8)",
-        "(normed / units * 0.9).astype(FP8)",
+        "(values / units).astype(FP8)",
+        "(values / units * 0.9).astype(FP8)",
         MIXED_CODES,
     ),
 }

@@ -32,7 +32,7 @@ ROWS = (
     Mutant(
         "the largest number of a block is the largest positive one", "sums",
         "pallas_kernels/norm_codes.py",
-        "jnp.max(jnp.abs(normed), axis=-1)", "jnp.max(normed, axis=-1)",
+        "jnp.max(jnp.abs(values), axis=-1)", "jnp.max(values, axis=-1)",
         NORM, "codes of large negative numbers saturate",
     ),
     Mutant(

@@ -57,9 +57,7 @@ def quantised(
         return y + tensors[f"{name}.bias"] if f"{name}.bias" in tensors else y
 
     def multiply(matrix: np.ndarray, x: np.ndarray) -> np.ndarray:
-        if coded is None:  # experts whose channels have a scale each: so has every row of inputs
-            return rounded(matrix) @ rounded(x)
-        return matrix @ by_blocks(x, BLOCK)
+        return (rounded(matrix) if coded is None else matrix) @ by_blocks(x, BLOCK)
 
     with (
         patch.object(numpy_llama, "linear", linear),
