@@ -117,9 +117,7 @@ def wrong_experts(x: jax.Array, weights: ExpertWeights, config: GroupedConfig) -
 
     def rows(width: int) -> BlockCodes:
         blocks = -(-width // BLOCK)
-        return BlockCodes(
-            make((num_tokens, width), FP8), make((blocks, num_tokens), jnp.float32)
-        )
+        return BlockCodes(make((num_tokens, width), FP8), make((blocks, num_tokens), jnp.float32))
 
     _, width, hidden = weights.gate.shape
     gated = wrong_block(rows(hidden), (one("gate"), one("up")), Result(gate=SILU, quantised=True))

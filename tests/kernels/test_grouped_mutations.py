@@ -113,8 +113,7 @@ FAULTS = {
         "grouped_problem", "lax.rem(piece, jnp.int32(problem.parts))", "jnp.int32(0)", CUT
     ),
     "parts begin a step late": (
-        "grouped_fetch", "problem.steps + k) * step, step", "problem.steps + k + 1) * step, step",
-        CUT,
+        "grouped_fetch", "problem.steps + k\n", "problem.steps + k + 1\n", CUT
     ),
     "parts end a step early": (
         "grouped_split", "return -(-steps // parts)", "return max(1, steps // parts - 1)", CUT
@@ -142,8 +141,8 @@ FAULTS = {
         "_shifted(word, 12 - 4 * (pair ^ 1)), _shifted(word, 6 - 4 * (pair ^ 1))", PACKED
     ),
     "the group after": (
-        "grouped_fetch", "item.part * problem.steps + k) * problem.step, jnp",
-        "item.part * problem.steps + k + 1) * problem.step, jnp", PACKED
+        "grouped_fetch", "lax.div(nth * problem.step, jnp", "lax.div((nth + 1) * problem.step, jnp",
+        PACKED,
     ),
     "the groups of a unit are exchanged": (
         "four_bits", "jnp.repeat(values.T, 2", "jnp.repeat(values.T[:, ::-1], 2", PACKED
