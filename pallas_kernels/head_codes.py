@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
 from pallas_kernels.call import CodeKind
-from pallas_kernels.mosaic import FP8
-from pallas_kernels.norm_codes import BLOCK, LARGEST_CODE, LEAST_SCALED
+from pallas_kernels.mosaic import FP8, LARGEST_CODE, LEAST_SCALED, code_scale
+from pallas_kernels.norm_codes import BLOCK
 
 LEAST_SCALE = np.float32(LEAST_SCALED) * np.float32(1 / LARGEST_CODE)
 
@@ -74,6 +74,5 @@ def coded(
     if fixed is not None:
         unit = fixed[0].astype(jnp.float32)
         return jnp.clip(rounded / unit, -LARGEST_CODE, LARGEST_CODE).astype(FP8), unit
-    most = among(jnp.max(jnp.abs(rounded), axis=axis))
-    scale = jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
+    scale = code_scale(among(jnp.max(jnp.abs(rounded), axis=axis)))
     return (rounded / lax.broadcast_in_dim(scale, values.shape, [1 - axis])).astype(FP8), scale
