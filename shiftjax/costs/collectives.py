@@ -12,6 +12,7 @@ from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import CHUNK_TOKENS
 from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
@@ -19,6 +20,7 @@ SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for no
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
 SAMPLE_BYTES = 12  # of a device for a row: its best id, how good that is, and what is wrong
+STATE_BYTES = 4  # of each number of a softmax under way
 PAIR_BYTES = 8  # an id and a number; or a sum of exponentials and the chosen logit
 TOP_IDS = 20  # most likely tokens that a row may ask for
 THRESHOLD_BITS = 30  # of top_k's and of top_p's, which the sampler finds a digit at a time
@@ -260,6 +262,39 @@ def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> l
     ]
 
 
+def row_exchanges(layout: Layout, num_rows: int, activation_bytes: int) -> list[Collective]:
+    """What decode rows move in a layer where devices split positions, in every mode the same.
+
+    Their queries go to all neighbours, and parts of softmaxes come back: of each head the weighted
+    sum of values, the sum of weights and the largest score.
+    """
+    ways, width = layout.position_ways, layout.model.head_dim
+    if ways == 1:
+        return []
+    summed = layout.model.values_in_keys or width
+    asked, stride = num_rows * layout.heads_per_device * ways, _neighbour_stride(layout)
+    return [
+        Collective("all-gather", ways, asked * width * activation_bytes, 1, stride),
+        Collective("all-to-all", ways, asked * (summed + 2) * STATE_BYTES, 1, stride),
+    ]
+
+
+def chunk_gathers(layout: Layout, formats: Formats) -> list[Collective]:
+    """What a round of a tile moves there: keys and values of a chunk of context.
+
+    A layer has it in a loop, as often as its tiles have rounds: once in a program's text.
+    """
+    num_bytes = CHUNK_TOKENS * layout.cache.num_bytes(formats)
+    move = Collective("all-gather", layout.position_ways, num_bytes, 1, _neighbour_stride(layout))
+    return [move] if layout.position_ways > 1 else []
+
+
+def _neighbour_stride(layout: Layout) -> int:
+    """Devices between neighbours: they are those that a mode would split tokens among."""
+    ways = layout.position_ways
+    return strides(Mode(layout.sp, ways), layout.tp)[1] if layout.sp % ways == 0 else 1
+
+
 def step_collectives(
     layout: Layout,
     mode: Mode,
@@ -279,6 +314,8 @@ def step_collectives(
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes),
+        *_times(row_exchanges(layout, num_rows, activation_bytes), layout.model.num_layers),
+        *_times(chunk_gathers(layout, formats), layout.model.num_early_layers),
     ]
 
 

@@ -14,6 +14,7 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.machine import ANY, Machine, of_format
 from shiftjax.costs.work import Work
+from shiftjax.parallel.positions import CHUNK_TOKENS, TILE_TOKENS
 
 LOGIT_BYTES = 4  # logits are float32
 
@@ -58,6 +59,16 @@ class Product(NamedTuple):
     inner: int
     columns: int
     num: float = 1.0
+
+
+class Split(NamedTuple):
+    """How devices split positions."""
+
+    ways: int = 1
+    gather: float = 0.0  # seconds in which a round of a tile gets what they have
+
+
+NOT_SPLIT = Split()
 
 
 class KernelCosts(NamedTuple):
@@ -168,11 +179,17 @@ class KernelCosts(NamedTuple):
         return longer + (1 - self.machine.memory_overlap) * shorter
 
     def attention(
-        self, query_heads: int, head_dim: int, cache: CacheSpec, value_dim: int | None = None
+        self,
+        query_heads: int,
+        head_dim: int,
+        cache: CacheSpec,
+        value_dim: int | None = None,
+        split: Split = NOT_SPLIT,
     ) -> "AttentionCosts":
         """A layer's attention with so many query heads, and such a cache, on the device.
 
-        Values are as wide as keys, `head_dim`, if nothing else is said.
+        Values are as wide as keys, `head_dim`, if nothing else is said. Where devices split
+        positions, it reads its part of a context for the heads of all.
         """
         machine, formats = self.machine, self.formats
         width = head_dim + (value_dim or head_dim)
@@ -182,14 +199,15 @@ class KernelCosts(NamedTuple):
         rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, kv)
         return AttentionCosts(
             fixed=machine.attention_seconds * self.queueing,
-            read=cache.num_bytes(formats) * self.queueing / rate,
+            read=cache.num_bytes(formats) * self.queueing / rate / split.ways,
             pair=2 * query_heads * width * self.queueing / peak,
             token=self.moved(query_heads * width * formats.activation_bytes),
             tile_rows=machine.attention_tile_rows,
             decode_rows=machine.attention_decode_rows if self.mixes_attention else 0,
-            round=machine.attention_round_seconds * self.queueing,
+            round=machine.attention_round_seconds * self.queueing / split.ways,
             round_tokens=machine.attention_round_tokens,
             lanes=machine.attention_lanes,
+            gather=split.gather,
         )
 
 
@@ -225,6 +243,7 @@ class AttentionCosts(NamedTuple):
     round_tokens: int
     lanes: int
     decode_rows: int = 0  # of a tile that a decode takes in steps with prompts; 0: none of theirs
+    gather: float = 0.0  # of a tile's round, where devices split positions
 
     def seconds(self, work: Work, num_rows: int) -> float:
         """Of decodes and chunks, one after the other: each is bound by reading or computing.
@@ -245,4 +264,5 @@ class AttentionCosts(NamedTuple):
         tokens = work.num_tokens - work.num_decodes
         pairs = work.attention_pairs + tokens * (self.tile_rows - 1) / 2
         longer = max(pairs * self.pair, work.chunk_context_tokens * self.read)
-        return seconds + longer + tokens * self.token
+        rounds = work.attention_pairs / (TILE_TOKENS * CHUNK_TOKENS) + tokens / TILE_TOKENS
+        return seconds + longer + tokens * self.token + rounds * self.gather

@@ -29,6 +29,8 @@ collectives (`collectives.py`, over several hosts `levels.py`)
 norms, rotary, activation: bytes read and written over the memory's rate, on n' tokens
 gathered weights: all of a layer's over SP, while the layer before it computes; what they take
     longer than its products is added, and that of the first layer whole. Virtual devices hide none
+positions that devices split: decodes read 1/R of their contexts, for R times the heads; queries go
+    to all R neighbours and parts of softmaxes back; tiles gather what they read in every round
 late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
     product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
@@ -45,14 +47,16 @@ from pallas_kernels.window import Window
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
+    chunk_gathers,
     entry_collectives,
     gather_collectives,
     guess_collectives,
     row_collectives,
+    row_exchanges,
     weight_collectives,
 )
 from shiftjax.costs.expert_modes import ExpertModes
-from shiftjax.costs.kernel_costs import KernelCosts
+from shiftjax.costs.kernel_costs import KernelCosts, Split
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.costs.work import Work
@@ -99,6 +103,7 @@ class CostModel:
             self.kernels.attention(
                 *(each.heads_per_device, each.model.head_dim, each.cache),
                 each.model.values_in_keys,
+                Split(each.position_ways, self.layers.move(chunk_gathers(each, formats))),
             )
             for each in layout.shapes
         ]
@@ -255,12 +260,15 @@ class CostModel:
         return each + (count - 1) * max(0.0, each - hidden)
 
     def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
-        """The LM head, split over all devices, what the logits move, and late layers."""
-        if not num_rows or not self.model.is_last_stage:
-            return StepCost()
+        """The LM head, split over all devices, what rows and logits move, and late layers."""
         layout, hidden = self.layout, self.model.hidden_size
+        exchanges = row_exchanges(layout, num_rows, self.formats.activation_bytes)
+        exchanged = self.model.num_layers * self.layers.move(exchanges)
+        if not num_rows or not self.model.is_last_stage:
+            return StepCost(collectives=exchanged)
         rows = round_up(num_rows, layout.num_devices)
         head = self.kernels.head(rows, hidden, layout.vocab_size // layout.num_devices)
         moves = row_collectives(layout, mode, rows, self.formats.activation_bytes)
         late, _ = self.layers.cost(layout.shift, rows, self.model.num_late_layers)
-        return late._replace(matmul=late.matmul + head, collectives=self.layers.move(moves))
+        moved = self.layers.move(moves) + exchanged
+        return late._replace(matmul=late.matmul + head, collectives=moved)

@@ -21,7 +21,7 @@ from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.window import Window, first_seen
-from shiftjax.parallel.positions import Positions
+from shiftjax.parallel.positions import CHUNK_TOKENS, TILE_TOKENS, Positions
 
 
 class RowLoop(NamedTuple):
@@ -61,7 +61,7 @@ def _gpu_rows(num_rows: int) -> RowLoop:
 CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128)
 CPU_DRAFT_SIZES = CPU_SIZES._replace(row_tile=8)  # chunks of prompts are dearer in these
 # Devices meet in each round of a tile; drafts are rows, whose keys stay where they are.
-CPU_EXCHANGE_SIZES = CPU_SIZES._replace(tile=256, tile_chunk=512)
+CPU_EXCHANGE_SIZES = CPU_SIZES._replace(tile=TILE_TOKENS, tile_chunk=CHUNK_TOKENS)
 # A round is a few launches, one after the other, some 50 us: it needs as much to do.
 GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024)
 

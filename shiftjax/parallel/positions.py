@@ -18,6 +18,11 @@ The functions take and return numbers, NumPy arrays or JAX arrays of integers.
 from dataclasses import dataclass
 from typing import Any
 
+# Where neighbours gather what a tile of a prompt sees: its queries, and about how much context in a
+# round. They meet in every one.
+TILE_TOKENS = 256
+CHUNK_TOKENS = 512
+
 
 @dataclass(frozen=True)
 class Positions:

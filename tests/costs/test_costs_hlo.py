@@ -71,6 +71,20 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
     check(sp, tp, sizes)
 
 
+@pytest.mark.costs(10)
+@pytest.mark.parametrize(
+    ("sp", "tp", "sizes", "options"),
+    [
+        (2, 2, {}, {}),
+        *thorough((4, 2, {}, {})),
+        *thorough((1, 8, SWIFTKV, {"kv_cache_dtype": "fp8"})),
+    ],
+)
+def test_neighbours_exchange_queries_parts_and_chunks(sp, tp, sizes, options):
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
+    check(sp, tp, ODD | heads | sizes, kv_split="position", **options)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sp", "tp", "heads", "options"),

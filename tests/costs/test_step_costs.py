@@ -15,7 +15,7 @@ from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.core.policy import work_of
 from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.collectives import Collective, layer_collectives
+from shiftjax.costs.collectives import Collective, layer_collectives, row_exchanges
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.expert_part import expert_part
 from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
@@ -374,3 +374,27 @@ def test_the_host_is_added_or_hidden():
     assert costs(1, 2, engine=slow).seconds(ONE, work) == device + 1.1e6
     hidden = replace(slow, overlaps=True)
     assert costs(1, 2, engine=hidden).seconds(ONE, work) == 1.1e6
+
+
+def test_split_positions_are_read_once_and_exchanged():
+    """Of 2 KV heads on 8 devices, 4 of which split positions: a quarter is read, latencies stay."""
+    layout = Layout(replace(PRESETS["llama-8b"], num_kv_heads=2), 4, 2)
+    machine, engine = load_machine("h200x8"), load_engine("shiftjax")
+    formats = Formats("bfloat16", "bfloat16", "bfloat16")
+    layouts = layout, replace(layout, by_position=True)
+    whole, split = (CostModel(each, machine, engine, formats) for each in layouts)
+    short, long = Work.decode(1, 2048), Work.decode(64, 131_072)
+    for mode in layout.modes:
+        assert split.device_seconds(mode, short) > whole.device_seconds(mode, short)
+        assert split.device_seconds(mode, long) < whole.device_seconds(mode, long) / 2
+        chunk = Work.prefill(4096, 28_672)
+        assert split.device_seconds(mode, chunk) > whole.device_seconds(mode, chunk)
+        size = split.size_of(long)
+        added = split.mode_seconds(mode, size) - whole.mode_seconds(mode, size)
+        exchanges = row_exchanges(layouts[1], 64, 2)
+        assert added == pytest.approx(32 * split.layers.move(exchanges))
+    # The queries of 4 x 4 heads of 128 come, and 130 numbers of each go back.
+    assert [move[:3] for move in row_exchanges(layouts[1], 10, 2)] == [
+        ("all-gather", 4, 10 * 16 * 128 * 2),
+        ("all-to-all", 4, 10 * 16 * 130 * 4),
+    ]

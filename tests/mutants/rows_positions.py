@@ -7,9 +7,12 @@ NEIGHBOURS = "shiftjax/models/neighbours.py"
 ATTENTION = "shiftjax/models/attention.py"
 WORK = "shiftjax/models/attention_work.py"
 RULE = "shiftjax/deploy/position_rule.py"
+COLLECTIVES = "shiftjax/costs/collectives.py"
 
 TEST_POSITIONS = "tests/parallel/test_positions.py"
 ON_DEVICES = "tests/device/test_split_positions.py"
+TEST_ATTENTION = "tests/models/test_split_attention.py"
+TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_RULE = "tests/deploy/test_position_rule.py"
 
 # fmt: off
@@ -28,24 +31,29 @@ ROWS = (
     Mutant(
         "rows see what is beyond them", "positions", NEIGHBOURS,
         "job_end=jnp.minimum(rows.job_end, end)", "job_end=rows.job_end",
-        (ON_DEVICES,), "a draft attends to the tokens behind it",
+        (TEST_ATTENTION, ON_DEVICES), "a draft attends to the tokens behind it",
     ),
     Mutant(
         "rows see what is behind their windows", "positions", NEIGHBOURS,
         "begin, end = jnp.maximum(rows.job_begin, low), positions.count(at + 1, place)",
         "begin, end = rows.job_begin, positions.count(at + 1, place)",
-        (ON_DEVICES,), "a device reads blocks that are freed",
+        (TEST_ATTENTION, ON_DEVICES), "a device reads blocks that are freed",
     ),
     Mutant(
         "parts are added as if their scores were alike", "positions", ATTENTION,
         "gain = jnp.exp(maximum - highest[None])", "gain = jnp.ones_like(maximum)",
-        (ON_DEVICES,), "the part with the largest score counts too little",
+        (TEST_ATTENTION, ON_DEVICES), "the part with the largest score counts too little",
     ),
     Mutant(
         "jobs are as long as on the device that has least", "positions", WORK,
         "positions.count(begin, positions.ways - 1), positions.count(end, 0)",
         "positions.count(begin, 0), positions.count(end, positions.ways - 1)",
-        (ON_DEVICES,), "the last tokens of a context are seen by nobody",
+        (TEST_ATTENTION, ON_DEVICES), "the last tokens of a context are seen by nobody",
+    ),
+    Mutant(
+        "parts come back without their normalisers", "positions", COLLECTIVES,
+        "asked * (summed + 2) * STATE_BYTES", "asked * summed * STATE_BYTES",
+        (TEST_COSTS,), "the exchange of short heads is priced too low",
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
