@@ -86,6 +86,11 @@ def test_neighbours_exchange_queries_parts_and_chunks(sp, tp, sizes, options):
 
 
 @pytest.mark.thorough
+def test_neighbours_exchange_latents():
+    check_model(PARITY / "deepseek_v3", 2, 2, kv_split="position")
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("sp", "tp", "heads", "options"),
     [

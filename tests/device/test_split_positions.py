@@ -102,12 +102,14 @@ def test_a_device_holds_its_part_of_a_block_and_no_more():
     ("name", "sp", "tp"),
     [
         ("gpt_oss", 1, 4),  # sinks, and windows of which one is freed
+        ("deepseek_v3", 2, 2),  # a latent, which all devices split
+        *thorough(("deepseek_v2", 1, 4)),
         *thorough(("gemma2", 2, 2)),  # soft caps, and windows
         *thorough(("llama4_chunks", 2, 2)),
         *thorough(("mistral", 2, 2)),
     ],
 )
-def test_windows_sinks_and_soft_caps(name, sp, tp):
+def test_windows_sinks_soft_caps_and_latents(name, sp, tp):
     found = np.load(PARITY / name / "expected.npz")
     prompts, greedy = (
         [found[f"{what}_{i}"].tolist() for i in (0, 1)] for what in ("token_ids", "greedy")
