@@ -98,7 +98,7 @@ class LayerCosts:
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
-        kernels = num_products + 1 + self.engine.num_layer_launches(formats.dense)
+        kernels = num_products + 1 + self.engine.num_layer_launches(formats.dense, mode.sp > 1)
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         beside = self._elementwise_seconds(mode, num_tokens, parts, part)
         cost = StepCost(
@@ -161,7 +161,7 @@ class LayerCosts:
         cached = layout.cache.numbers if parts.num_kv else 0
         inner = self._mlp_width(parts, t) if part is None else 0
         widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
-        names = self.engine.launches_of(formats.dense) or PLAIN_LAUNCHES
+        names = self.engine.launches_of(formats.dense, mode.sp > 1) or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)
         numbers = num_tokens * (2 * (queries + cached) + absorbed_numbers(layout))
         if part is not None:

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from shiftjax.costs.layer_launches import AFTER_EXCHANGE
+
 ANY = "bfloat16"  # `formats.AUTO`: its constant is that of formats without one
 
 
@@ -172,13 +174,19 @@ class EngineOverhead:
     # by the format of the layer's matrices: rows of `costs/layer_launches.py`.
     layer_launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def launches_of(self, fmt: str) -> tuple[str, ...]:
-        """Names of a layer's launches with matrices of a format; () where the file has no list."""
-        return self.layer_launches.get(fmt, self.layer_launches.get(ANY, ()))
+    def launches_of(self, fmt: str, exchanges: bool = False) -> tuple[str, ...]:
+        """Names of a layer's launches with matrices of a format; () where the file has no list.
 
-    def num_layer_launches(self, fmt: str) -> int:
+        `exchanges` says whether tokens and heads are exchanged around attention.
+        """
+        names = self.layer_launches.get(fmt, self.layer_launches.get(ANY, ()))
+        if not exchanges:
+            return names
+        return tuple(one for name in names for one in AFTER_EXCHANGE.get(name, (name,)))
+
+    def num_layer_launches(self, fmt: str, exchanges: bool = False) -> int:
         """Kernels of a layer beside products, attention and collectives."""
-        return self.kernels_per_layer or len(self.launches_of(fmt))
+        return self.kernels_per_layer or len(self.launches_of(fmt, exchanges))
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Return the host's seconds per step for so many sequences and devices."""

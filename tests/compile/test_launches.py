@@ -48,7 +48,7 @@ def test_a_layer_launches_what_costs_count(case, compiled):
     """
     engine, found = load_engine("shiftjax"), of_a_layer(case, compiled)
     kinds = [one for one in found if one.kind in ("other", "kernel") and one.name not in ATTENDING]
-    counted = engine.num_layer_launches(case.formats.dense)
+    counted = engine.num_layer_launches(case.formats.dense, case.mode.sp > 1)
     if case.mode.sp > 1:
         counted += 2 * engine.kernels_per_exchange + CHUNKS
     assert len(kinds) <= counted + 1, [one.name for one in found]

@@ -234,6 +234,15 @@ def test_launches_are_those_that_the_engine_lists_for_the_format():
             launch, beside = (a - b for a, b in pairs)
             assert launch == pytest.approx(layers * count), (mode, name)
             assert beside == pytest.approx(layers * (local * num_bytes - plain) / 1000), name
+    # Codes are made after an exchange, where there is one: three launches more.
+    coded = replace(engine, layer_launches={"fp8": ("combine, codes", "norm, codes")})
+    assert coded.launches_of("fp8") == coded.layer_launches["fp8"]
+    launches, read = parts(Mode(4, 4), "fp8", coded)
+    fewer = replace(engine, layer_launches={"fp8": ("norm, codes", "combine")})
+    fewer_launches, fewer_read = parts(Mode(4, 4), "fp8", fewer)
+    assert launches - fewer_launches == pytest.approx(3 * layers)
+    assert read - fewer_read == pytest.approx(layers * 2 * (2 * 2 + 1) * hidden / 1000)
+    assert parts(Mode(4, 1), "fp8", coded) == pytest.approx(parts(Mode(4, 1), "fp8", fewer))
     some = replace(engine, kernels_per_layer=5)  # which says the number alone
     assert some.num_layer_launches("fp8") == 5 and engine.num_layer_launches("fp8") == 3
 

@@ -77,13 +77,15 @@ CASES = {
     "one block a multiprocessor, tiles of 128": Case(
         config=DecodeConfig(128, 132, 227 * 1024), blocks_per_sm=1
     ),
-    "codes": Case(options=AttentionOptions(0.1, codes=CodeKind())),
+    # What attends must differ from that of all other cases: it is said of once.
+    "codes, q_per_kv 9": Case(q_per_kv=9, options=AttentionOptions(0.1, codes=CodeKind())),
     "codes, fp8, one KV head": Case(
         kv_heads=1, kv_dtype=FP8, options=AttentionOptions(0.1, codes=CodeKind())
     ),
     "codes, q_per_kv 32, one KV head": Case(
         q_per_kv=32,
         kv_heads=1,
+        block_size=32,
         options=AttentionOptions(0.1, codes=CodeKind()),
         config=safe_config(128, 32).decode,
         blocks_per_sm=1,
