@@ -31,6 +31,7 @@ from shiftjax.sim.experiments import (
     write_rows,
 )
 from shiftjax.sim.hindsight import Oracle
+from shiftjax.sim.kv_positions import positions_in_words
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
 from shiftjax.sim.planning import (
@@ -104,7 +105,11 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     beside = (beside_in_words(one, of_best) for one in estimates[: len(own)])
     if freed := freed_in_words(best):
         print(f"KV of a sequence: {freed}")
-    more = hosts_in_words(target, workload, **settings), gather_in_words(target, **settings)
+    more = (
+        positions_in_words(target, best, workload),
+        hosts_in_words(target, workload, **settings),
+        gather_in_words(target, **settings),
+    )
     for words in filter(None, (*beside, *more, stages_in_words(estimates))):
         print(words)
     fleets = _fleets(target, workload, settings, options, estimates)

@@ -18,25 +18,36 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
     wanted, layout = config.cache.kv_split, deployment.layout
     if wanted == "replicate" or config.fleet.fleet:
         return deployment
-    ways = {shape.copies for shape in layout.shapes}
-    if ways == {1}:
-        if wanted == "position":
+    split = split_of(deployment)
+    if split is None:
+        if wanted == "auto":
+            return deployment
+        if all(shape.copies == 1 for shape in layout.shapes):
             words = "kv_split = position changes nothing: no devices cache the same of %s"
             logger.warning(words, layout.model.name)
-        return deployment
-    if len(ways) > 1:
-        if wanted == "auto":
             return deployment
         words = "has layers that differ in how many devices cache the same"
         raise ConfigError([f"kv_split = position: {layout.model.name} {words}: use replicate"])
-    size = deployment.block_size * max(ways)
-    split = replace(deployment, layout=replace(layout, by_position=True), block_size=size)
     if wanted == "auto" and not _is_needed(config, deployment, split, devices):
         return deployment
     _check_blocks(config, split)
     words = "%d devices split the positions of what they cache: KV blocks of %d tokens, %d on each"
-    logger.info(words, max(ways), size, deployment.block_size)
+    ways, size = split.layout.position_ways, split.block_size
+    logger.info(words, ways, size, deployment.block_size)
     return split
+
+
+def split_of(deployment: Deployment) -> Deployment | None:
+    """The same deployment, whose devices split positions; None: they cannot, or have no copies.
+
+    Neighbours must be the same in all layers.
+    """
+    layout = deployment.layout
+    ways = {shape.copies for shape in layout.shapes}
+    if ways == {1} or len(ways) > 1 or deployment.widths:
+        return None
+    size = deployment.block_size * layout.copies
+    return replace(deployment, layout=replace(layout, by_position=True), block_size=size)
 
 
 def _is_needed(
@@ -46,7 +57,7 @@ def _is_needed(
 
     Kernels know nothing of them: what has such never splits unasked, nor what moves KV.
     """
-    moves = config.host.hosts > 1 or config.cache.host_bytes > 0
+    moves = config.host.hosts != 1 or config.cache.host_bytes > 0
     has_kernels = devices.has_kernels and config.compile.attention != "xla"
     if moves or has_kernels or whole.num_blocks:
         return False

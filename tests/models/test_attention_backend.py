@@ -53,6 +53,18 @@ def test_a_cpu_gets_xla_without_a_word(caplog):
     assert caplog.records == []
 
 
+def test_kernels_are_refused_where_devices_split_positions(caplog):
+    layout = Layout(PRESETS["llama-8b"], 4, 4, by_position=True)
+    loops = choose(HOPPER, layout, block_size=32)
+    assert loops.name == "xla" and loops.localise is not None
+    (record,) = caplog.records
+    assert "runs as XLA loops, several times slower than the kernels: the kernels know nothing" in (
+        record.getMessage()
+    )
+    with pytest.raises(ConfigError, match=r"attention = pallas: .* positions that devices split"):
+        choose(HOPPER, layout, block_size=32, wanted="pallas")
+
+
 def test_a_hopper_gpu_gets_the_kernels_and_hears_of_safe_settings_once(caplog):
     assert choose(HOPPER).name == "pallas"
     _, is_tuned = config_for(HOPPER.device_kind, 128, 16)

@@ -57,7 +57,7 @@ ROWS = (
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
-        "size = deployment.block_size * max(ways)", "size = deployment.block_size",
+        "size = deployment.block_size * layout.copies", "size = deployment.block_size",
         (TEST_RULE, ON_DEVICES), "the pool is smaller than memory allows",
     ),
 )
