@@ -151,7 +151,9 @@ def _combine_kernel(problem: Problem, ends: Any, sums: Any, *refs: Any) -> None:
     *out, shared = refs
     tile, me = lax.axis_index("tile"), lax.axis_index("warpgroup")
     item = Item(tile, lax.axis_index("column"), jnp.int32(0), None)
-    worker = Worker(problem._replace(splits=1), Inputs(None, ()), tuple(out), shared, me)
+    worker = Worker(
+        problem._replace(splits=1), Inputs(BlockCodes(None, None), ()), tuple(out), shared, me
+    )
 
     def load(split: jax.Array, part: int) -> jax.Array:
         place = place_of_sums(worker, sums, item._replace(split=split), part)

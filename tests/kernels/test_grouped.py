@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from spent import quick
 
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
+from pallas_kernels.grouped_split import Items, products_of
 from pallas_kernels.grouped_work import ExpertWeights
 
 SOME = np.random.default_rng(3).integers(OTHERS, 3, (20, 2))
@@ -79,7 +80,9 @@ PACKED = "e2m1, groups in one step and in several"
     "name",
     [
         *quick(
-            [name for name in CASES if name != PACKED], "cut, channels that fill no block, biases"
+            [name for name in CASES if name != PACKED],
+            "cut, channels that fill no block, biases",
+            "codes, gate and up cut, biases",
         ),
         pytest.param(PACKED, marks=pytest.mark.costs(15)),
     ],
@@ -146,6 +149,29 @@ def test_settings_suit_the_rows_that_experts_have(mean_pairs, experts, config):
     inner, outer = (experts, 768, 2048), (experts, 2048, 768)  # Qwen3-30B-A3B
     shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (inner, inner, outer)]
     assert config_for(mean_pairs, ExpertWeights(*shapes)) == config
+
+
+def shapes_of_codes(scales: tuple[int, ...] = ()) -> ExpertWeights:
+    """Those of Qwen3-30B-A3B on one of 8 devices, with scales of so many squares or of channels."""
+    inner, outer = (16, 768, 2048), (16, 2048, 768)
+    shapes = [jax.ShapeDtypeStruct(shape, FP8) for shape in (inner, inner, outer)]
+    own = [(16, *scales) if scales else shape[:2] for shape in (inner, inner, outer)]
+    return ExpertWeights(*shapes, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in own))
+
+
+def test_items_of_codes_are_blocks():
+    """Of 128 inputs and channels, but for channels that end half-way."""
+    assert products_of(768, 2048, 1) == (Items(6, 128, 16), Items(16, 128, 6))
+    assert products_of(2880, 320, 1) == (Items(23, 128, 3), Items(3, 128, 23))
+
+
+def test_squares_have_tiles_of_64_rows_at_most():
+    assert config_for(256.0, shapes_of_codes()) == GroupedConfig(128)
+    assert config_for(256.0, shapes_of_codes((6, 16))) == GroupedConfig(64)
+    assert config_for(8 / 128, shapes_of_codes((6, 16))) == GroupedConfig(16, parts=(8, 3))
+    case = Case(SOME[:2], hidden=128, width=128, rows=128, weight_dtype=FP8, has_squares=True)
+    with pytest.raises(ValueError, match="registers are for 64 with scales of blocks"):
+        run(case, make_step(case))
 
 
 @pytest.mark.parametrize(

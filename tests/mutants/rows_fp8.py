@@ -13,8 +13,36 @@ OF_WEIGHTS = f"{FORMAT}::test_codes_and_scales_are_the_same_bits_in_every_mode"
 TEST_BLOCKS = "tests/parallel/test_code_blocks.py"
 
 OF_HEADS = "tests/kernels/test_head_codes.py"
+OF_EXPERTS = "tests/kernels/test_grouped.py::test_every_own_pair_is_its_experts_mlp"
+TEST_EXPERTS = "tests/device/test_expert_cases.py"
 
 ROWS = (
+    Mutant(
+        "experts with scales of squares are taken for such of channels", "fp8",
+        "shiftjax/models/expert_backend.py",
+        "return shape._replace(squares=codes.rows_of_scale)", "return shape",
+        (f"{TEST_EXPERTS}::test_only_experts_that_the_kernels_take_are_tried",),
+        "the check tries another kernel than the one that serves",
+    ),
+    Mutant(
+        "sums of experts' codes are cut for blocks of 256 channels", "fp8",
+        "pallas_kernels/grouped_split.py",
+        "Items(-(-channels // PART), BLOCK", "Items(-(-channels // (2 * PART)), BLOCK",
+        ("tests/kernels/test_grouped.py::test_items_of_codes_are_blocks",),
+        "prices have half the items, and read at half the rate",
+    ),
+    Mutant(
+        "codes of experts' rows are those of the row before", "fp8",
+        "pallas_kernels/grouped_rows.py",
+        "source = token[place]", "source = token[jnp.maximum(place - 1, 0)]",
+        (OF_EXPERTS,), "tokens are computed as their neighbours",
+    ),
+    Mutant(
+        "large tiles of experts have scales of squares", "fp8", "pallas_kernels/grouped_codes.py",
+        "return TILE_ROWS[-1 if can_be_many", "return TILE_ROWS[-1 if True or can_be_many",
+        ("tests/kernels/test_grouped.py::test_squares_have_tiles_of_64_rows_at_most",),
+        "registers spill, and prompts of Qwen3-235B take several times as long",
+    ),
     Mutant(
         "tokens without attention have a scale of 0", "fp8", "pallas_kernels/head_codes.py",
         "unit = LEAST_SCALE if kind.fixed", "unit = 0.0 if kind.fixed",
