@@ -4,7 +4,8 @@ A layer knows which of `ModelConfig.attentions` it has, a window and a shape of 
 backend cannot compute another may: kernels that are too narrow for some heads serve the others.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,5 +75,16 @@ def by_heads(model: ModelConfig, backends: Sequence[AttentionBackend]) -> Attent
         "+".join(dict.fromkeys(backend.name for backend in backends)),
         *(divide, divide_rows, attend, attend_rows, write),
         None if None in reads else min(filter(None, reads), default=0),
+        _localise(model, backends[0].localise),
         "; ".join(dict.fromkeys(backend.reason for backend in backends)),
     )
+
+
+def _localise(model: ModelConfig, of_one: Callable[..., Any] | None) -> Callable[[Any], Any] | None:
+    """Return what makes a step's inputs this device's own, for all windows, of that of a backend.
+
+    All backends split positions alike, or none does.
+    """
+    if of_one is None:
+        return None
+    return functools.partial(of_one, windows=tuple(window for window, _ in model.attentions))
