@@ -120,11 +120,12 @@ class Problem(NamedTuple):
     is_final: bool = True  # false: it may be something that passes, as a want of memory
 
 
+Attend = Callable[..., jax.Array | Codes]
 # Says what is wrong with the outputs of a device, one of each run, beside what is right.
 Wrong = Callable[[Sequence[np.ndarray], np.ndarray], str | None]
 
 
-def on_each(attend: Callable[..., jax.Array], devices: Sequence[Device]) -> Callable[..., Any]:
+def on_each(attend: Attend, devices: Sequence[Device]) -> Callable[..., Any]:
     """Make a layer of each window one program of all devices, which compute the same.
 
     It returns [devices, windows, tokens, heads, head_dim].
@@ -148,7 +149,7 @@ def _as_numbers(out: jax.Array | Codes, like: jax.Array) -> jax.Array:
     return numbers(out, BLOCK, like.dtype).reshape(like.shape) if isinstance(out, Codes) else out
 
 
-def attend_of(step: Step, kernels: AttentionBackend) -> Callable[..., jax.Array]:
+def attend_of(step: Step, kernels: AttentionBackend) -> Attend:
     """Return what runs a step: of one of late layers their own call, with its arrays."""
     if not step.is_late:
         return kernels.attend
