@@ -35,7 +35,8 @@ NAMES = (
     *("step_sizes",),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}
-CASES |= {name: f"labs.{name}" for name in ("call", "four_bits", "swiftkv")}  # research
+LABS = "call", "four_bits", "kv_positions", "swiftkv"  # research
+CASES |= {name: f"labs.{name}" for name in LABS}
 
 
 def main(words: Sequence[str] | None = None) -> int:
