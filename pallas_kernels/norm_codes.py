@@ -25,11 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
 from pallas_kernels.mosaic import FP8, code_scale, store
+from pallas_kernels.sum_sizes import MOST_WIDTH
 
 BLOCK, HALF = 128, 64
 LANES, WARPS = 32, 4
 TILES = 8, 4  # blocks
-MOST_WIDTH = 16384  # columns: 128 registers of a thread
 ROWS = "bfloat16", "float16"
 
 Rows = Float[Array, "rows width"]
@@ -91,8 +91,20 @@ class Piece(NamedTuple):
         return ref.at[row, pl.ds(self.first * BLOCK, BLOCK if self.blocks else HALF)]
 
 
-At = tuple[Piece, Any]  # and a row
 Load = Callable[[Any, Piece, Any], jax.Array]  # of an array, a piece of a row
+
+
+Put = Callable[[Any, jax.Array], None]  # to a part of an array
+
+
+class Place(NamedTuple):
+    """Where a thread block's row is, and how it is read and written."""
+
+    row: Any  # of x and the new stream
+    of_all: Any  # the same of what is added, and of the norm
+    load_added: Load
+    put: Put  # of the norm
+    nth: Any = 0  # of the weights
 
 
 def pieces_of(width: int) -> Iterator[Piece]:
@@ -171,55 +183,62 @@ def add_norm(
 def _norm_kernel(kind: NormKind, trees: tuple[Any, Any], *refs: Any) -> None:
     tree, out_tree = trees
     arrays = jax.tree.unflatten(tree, refs[: tree.num_leaves])
-    norm_row(kind, arrays, jax.tree.unflatten(out_tree, refs[tree.num_leaves :]))
+    row = lax.axis_index("row")
+    place = Place(row, row, load_piece, store)
+    norm_row(kind, arrays, jax.tree.unflatten(out_tree, refs[tree.num_leaves :]), place)
 
 
-def norm_row(
-    kind: NormKind, arrays: Arrays, out: Outputs, load_added: Load | None = None, nth: Any = 0
-) -> None:
-    """Do a thread block's row, in a kernel; `nth` is that of the weight.
+def norm_row(kind: NormKind, arrays: Arrays, out: Outputs, place: Place) -> None:
+    """Do a thread block's row, in a kernel.
 
-    `load_added` loads a piece of what is added. All loads come before the first store: they are
-    under way together.
+    All loads come before the first store: they are under way together.
     """
-    row, width = lax.axis_index("row"), math.prod(arrays.x.shape[1:])
-    pieces, load_added = list(pieces_of(width)), load_added or load_piece
-    added: list[Any] = [None] * len(pieces)
-    if arrays.added is not None:
-        added = [load_added(arrays.added, piece, row) for piece in pieces]
-    loaded = [load_piece(arrays.x, piece, row) for piece in pieces]
-    each = zip(pieces, loaded, added, strict=True)
-    rows = [_total(kind, arrays, out, (piece, row), x, more) for piece, x, more in each]
+    pieces, rows = list(pieces_of(math.prod(arrays.x.shape[1:]))), []
+    for piece, total in zip(pieces, totals(kind, arrays, place), strict=True):
+        if out.total is not None:
+            store(piece.of(out.total, place.row), total)
+        rows.append(total.astype(jnp.float32))
+    width = math.prod(arrays.x.shape[1:])
     gain = lax.rsqrt(_squares(pieces, rows) * (1 / width) + kind.eps)
     for piece, wide in zip(pieces, rows, strict=True):
-        normed = _weighted(kind, wide * gain, load_piece(arrays.weight, piece, nth), arrays.x.dtype)
+        weight = load_piece(arrays.weight, piece, place.nth)
+        normed = _weighted(kind, wide * gain, weight, arrays.x.dtype)
         if out.scales is None:
-            store(piece.of(out.normed, row), normed)
+            place.put(piece.of(out.normed, place.of_all), normed)
         else:
-            put_codes((out.normed, out.scales), piece, row, normed.astype(jnp.float32))
+            both, row = (out.normed, out.scales), place.of_all
+            put_codes(both, piece, row, normed.astype(jnp.float32), place.put)
+
+
+def totals(kind: NormKind, arrays: Arrays, place: Place) -> list[Float[Array, "..."]]:
+    """Return the new stream of a row by pieces."""
+    pieces = list(pieces_of(math.prod(arrays.x.shape[1:])))
+    added: list[Any] = [None] * len(pieces)
+    if arrays.added is not None:
+        added = [place.load_added(arrays.added, piece, place.of_all) for piece in pieces]
+    loaded = [load_piece(arrays.x, piece, place.row) for piece in pieces]
+    each = zip(pieces, loaded, added, strict=True)
+    return [_total(kind, arrays, piece, x, more) for piece, x, more in each]
 
 
 def load_piece(ref: Any, piece: Piece, row: jax.Array | int) -> jax.Array:
-    """Load the columns of a piece, of a row of an array."""
+    """Load a piece of a row from this device's memory."""
     return plgpu.load(piece.of(ref, row), layout=piece.layout, optimized=False)
 
 
 def _total(
-    kind: NormKind, arrays: Arrays, out: Outputs, at: At, x: jax.Array, added: jax.Array | None
-) -> Float32[Array, "..."]:
-    """Return the new stream as float32, and write it."""
+    kind: NormKind, arrays: Arrays, piece: Piece, x: jax.Array, added: jax.Array | None
+) -> Float[Array, "..."]:
+    """Return the new stream."""
     if added is None:
-        return x.astype(jnp.float32)
-    piece, row = at
+        return x
     added, dtype = added.astype(jnp.float32), x.dtype
     if arrays.bias is not None:
         bias = load_piece(arrays.bias, piece, 0).astype(jnp.float32)
         added = (added + bias).astype(dtype).astype(jnp.float32)
     if kind.scale != 1:
         added = (added * kind.scale).astype(dtype).astype(jnp.float32)
-    total = (x.astype(jnp.float32) + added).astype(dtype)
-    store(piece.of(out.total, row), total)
-    return total.astype(jnp.float32)
+    return (x.astype(jnp.float32) + added).astype(dtype)
 
 
 def _squares(pieces: list[Piece], rows: list[jax.Array]) -> Float32[Array, ""]:
@@ -247,14 +266,16 @@ def _weighted(
     return (normed.astype(dtype).astype(jnp.float32) * weight).astype(dtype)
 
 
-def put_codes(out: tuple[Any, Any], piece: Piece, row: jax.Array, values: jax.Array) -> None:
+def put_codes(
+    out: tuple[Any, Any], piece: Piece, row: Any, values: jax.Array, put: Put = store
+) -> None:
     """Write codes of a piece, in units of the largest number of each block, and these units."""
     codes, scales = out
     scale = code_scale(jnp.max(jnp.abs(values), axis=-1))
     if piece.blocks > 1:
         units = lax.broadcast_in_dim(scale, values.shape, [0])
-        store(scales.at[pl.ds(piece.first, piece.blocks), row], scale)
+        put(scales.at[pl.ds(piece.first, piece.blocks), row], scale)
     else:
         units = scale
         scales[piece.first, row] = scale
-    store(piece.of(codes, row), (values / units).astype(FP8))
+    put(piece.of(codes, row), (values / units).astype(FP8))

@@ -2,7 +2,7 @@
 
 A switch with multicast (NVLink SHARP) reads a number of all devices and returns their sum. Each
 device reads the sums of all rows, and nothing is sent afterwards. So a device's part is read once
-for each device: that is least for few rows (`most_rows`).
+for each device: that is least for few rows (`sum_sizes.most_rows`).
 
 Devices meet once a sum. Each signals to all that its partial sums are written, by one store that
 the switch copies, and waits until all have. Nobody waits for the end: what a device has read of its
@@ -25,22 +25,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mosaic import FP8
+from pallas_kernels.mosaic import FP8, store
 from pallas_kernels.norm_codes import (
     BLOCK,
-    MOST_WIDTH,
     Arrays,
     NormKind,
     Outputs,
     Piece,
+    Place,
+    load_piece,
     norm_row,
 )
-
-STEP = 512  # columns: four blocks, a warp each
-MOST_ROWS = 64  # a thread block each; all of them must be at work at once
-# Of its partial sums that a device sends, in all: 5 us at the 450 GB/s of NVLink on Hopper. What
-# is larger has fewer bytes to move as XLA does it, each device its share and then all of them.
-MOST_SENT = 2 << 20
+from pallas_kernels.sum_sizes import MOST_ROWS, wrong_size
 
 
 class Meeting(NamedTuple):
@@ -63,18 +59,7 @@ def wrong_sum(rows: int, width: int, dtype: Any) -> str | None:
     """Return why there is no kernel for such sums; None: there is."""
     if dtype != jnp.bfloat16:
         return f"activations are {jnp.dtype(dtype).name}, not bfloat16"
-    if rows > MOST_ROWS:
-        return f"{rows} rows are more than {MOST_ROWS}"
-    if width % STEP:
-        return f"a hidden size of {width} is not a multiple of {STEP}"
-    if width > MOST_WIDTH:
-        return f"a hidden size of {width} is more than the registers of a thread block hold"
-    return None
-
-
-def most_rows(devices: int, width: int) -> int:
-    """Return of how many bfloat16 rows a sum may be."""
-    return min(MOST_ROWS, MOST_SENT // (devices * 2 * width))
+    return wrong_size(rows, width)
 
 
 def open_meetings(axes: tuple[str, ...], rows: int, width: int) -> Meeting:
@@ -88,7 +73,7 @@ def open_meetings(axes: tuple[str, ...], rows: int, width: int) -> Meeting:
 
     def kernel(counters: Any, nothing: Any) -> None:
         del nothing  # it is never read; that it is made before the first sum is what counts
-        _meet(counters.at[0], axes)
+        meet(counters.at[0], axes)
 
     nothing = plgpu.kernel(
         kernel,
@@ -163,27 +148,29 @@ def _kernel(
     trees: tuple[Any, Any], kind: NormKind, axes: tuple[str, ...] | None, *refs: Any
 ) -> None:
     tree, out_tree = trees
-    ins, load_sum = list(refs[: -out_tree.num_leaves]), None
+    ins, load_sum = list(refs[: -out_tree.num_leaves]), load_piece
     if axes is not None:
-        _meet(ins.pop().at[lax.axis_index("row")], axes)
-        load_sum = functools.partial(_sum_of_all, axes)
+        meet(ins.pop().at[lax.axis_index("row")], axes)
+        load_sum = functools.partial(sum_of_all, axes)
     given = jax.tree.unflatten(tree, ins)
     nth = 0 if given.nth is None else given.nth[0]
     out = jax.tree.unflatten(out_tree, refs[-out_tree.num_leaves :])
-    norm_row(kind, given.arrays, out, load_sum, nth)
+    row = lax.axis_index("row")
+    norm_row(kind, given.arrays, out, Place(row, row, load_sum, store, nth))
 
 
-def _meet(counter: Any, axes: tuple[str, ...]) -> None:
+def meet(counter: Any, axes: tuple[str, ...]) -> None:
     """Signal to all devices, this one too, and wait for as many signals."""
     plgpu.semaphore_signal_multicast(counter, collective_axes=axes)
-    pl.semaphore_wait(counter, _num_devices(axes))
+    pl.semaphore_wait(counter, num_devices(axes))
 
 
-def _num_devices(axes: tuple[str, ...]) -> int:
+def num_devices(axes: tuple[str, ...]) -> int:
+    """Return how many devices axes of the mesh have."""
     return functools.reduce(lambda number, axis: number * lax.axis_size(axis), axes, 1)
 
 
-def _sum_of_all(axes: tuple[str, ...], ref: Any, piece: Piece, row: jax.Array) -> jax.Array:
+def sum_of_all(axes: tuple[str, ...], ref: Any, piece: Piece, row: jax.Array) -> jax.Array:
     """Load a piece of what all devices have together."""
     both = plgpu.multimem_load_reduce(piece.of(ref, row), collective_axes=axes, reduction_op="add")
     return plgpu.layout_cast(both, piece.layout)

@@ -37,6 +37,8 @@ from shiftjax.parallel.grid import Mode
 
 KERNEL_CALL = 'custom_call_target="mosaic_gpu'
 PRODUCTS = ("block_",)  # kernels that multiply codes, by how their names begin
+SWITCHED = "sum_norm", "sum_norm_rows", "sum_rows"  # kernels of sums by a switch, one and two shots
+SWITCH = "all-reduce, switch"  # their kind
 _THROUGH = ("bitcast", "reshape", "copy", "convert")  # inside a fusion: nothing is read twice
 _TAKES_A_PART = ("dynamic-slice", "slice", "gather")
 _WRITES_A_PART = {"dynamic-update-slice": 1, "scatter": 2}  # the operand that is written
@@ -80,6 +82,7 @@ class Prices(NamedTuple):
     machine: Machine
     format: str  # of matrix products that are not of codes
     attention: Mapping[str, Attention]  # by what the kernel's name contains
+    num_devices: int = 1  # that a switch's sums join
 
     @classmethod
     def of(cls, costs: CostModel, mode: Mode, work: Work) -> "Prices":
@@ -99,7 +102,8 @@ class Prices(NamedTuple):
             "decode": of_layer(decodes, work.context_tokens),
             "prefill": of_layer(chunks, work.chunk_context_tokens),
         }
-        return cls(costs.machine, costs.formats.activations, attention)
+        devices = costs.layout.num_devices
+        return cls(costs.machine, costs.formats.activations, attention, devices)
 
 
 def kernels_of(text: str, prices: Prices) -> Counter[Kernel]:
@@ -210,7 +214,7 @@ def _kernel(one: Instruction, program: _Program, prices: Prices) -> Kernel:
             return _collective(one, each, opcode, program, machine)
         if KERNEL_CALL in each.rest:
             name = kernel_name(each)
-            if name.startswith(PRODUCTS) or "norm" in name:
+            if name.startswith(PRODUCTS) or "norm" in name or name in SWITCHED:
                 return _own_kernel(one, each, program, prices)
             return _attention(one, name, prices)
     if one.opcode in ("conditional", "while"):
@@ -242,6 +246,8 @@ def _own_kernel(one: Instruction, call: Instruction, program: _Program, prices: 
     Codes of a product's rows come first, [rows, inner], and those of its matrices follow.
     """
     machine, name = prices.machine, kernel_name(call)
+    if name in SWITCHED:
+        return _switched(name, call, program, prices)
     arrays = [program.shapes[operand] for operand in call.operands]
     moved = sum(map(shape_bytes, arrays)) + shape_bytes(call.shape)
     if name.startswith(PRODUCTS):
@@ -251,6 +257,15 @@ def _own_kernel(one: Instruction, call: Instruction, program: _Program, prices: 
         return _product(name, one.shape, moved, product, prices)
     reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
     return Kernel("kernel", name, one.shape, moved, 0, machine.kernel_seconds + reading)
+
+
+def _switched(name: str, call: Instruction, program: _Program, prices: Prices) -> Kernel:
+    """A sum over devices by a switch, its norm included. Partial sums are its second operand."""
+    ways, shape = prices.machine.switch_sum, program.shapes[call.operands[1]]
+    volume = "one_shot" if name == SWITCHED[0] else "two_shot"
+    chosen = tuple(way for way in ways if way.volume == volume) or prices.machine.all_reduce
+    move = Collective("all-reduce", prices.num_devices, shape_bytes(shape), 1)
+    return Kernel(SWITCH, name, shape, move.num_bytes, 0, transfer_seconds(chosen, move))
 
 
 def _attention(one: Instruction, name: str, prices: Prices) -> Kernel:

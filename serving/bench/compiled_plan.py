@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.bench.compiled_cost import Kernel, Prices, kernels_of, step_seconds
+from serving.bench.compiled_cost import SWITCH, Kernel, Prices, kernels_of, step_seconds
 from serving.bench.hlo import collectives
 from serving.bench.launch_list import Launch, layer_launches, named_launches
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
@@ -32,6 +32,7 @@ from shiftjax.sim.estimate import Workload
 from shiftjax.sim.modelled import Target, cost_model, memory_of, sum_buffers_of
 
 if TYPE_CHECKING:
+    from shiftjax.device.groups import TryKernels
     from shiftjax.parallel.grid import Device
 
 TARGETS = Path(__file__).parents[1] / "targets"
@@ -258,7 +259,8 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     )
     bucket, pool = step.bucket, pool_of(replace(one, num_blocks=1 + one.blocks_per_seq))
     with _uncached(), dumped_thunks() as (dump, read_thunks):
-        (definition,) = define_steps(one, gpus(_chip(target), layout.num_devices)).values()
+        devices = gpus(_chip(target), layout.num_devices)
+        (definition,) = define_steps(one, devices, _passes(target)).values()
         definition = replace(definition, gpu_options={**definition.gpu_options, **dump})
         sizes = pool.num_blocks, pool.block_size, pool.dtype
         pools = abstract_pools(definition.mesh, layout, *sizes)
@@ -275,18 +277,29 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     moves = step_collectives(layout, step.mode, *sizes, formats, experts)
     moves += sampling_collectives(layout, bucket.rows)
     costs = cost_model(target, deployment)
+    kernels = kernels_of(text, Prices.of(costs.stages[0], step.mode, step.work))
+    switched = sum(one.num_bytes * count for one, count in kernels.items() if one.kind == SWITCH)
     return Compiled(
         memory.argument_size_in_bytes - memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
-        sum(num_bytes * count for (_, num_bytes), count in collectives(text).items()),
+        sum(num_bytes * count for (_, num_bytes), count in collectives(text).items()) + switched,
         sum(move.num_bytes * move.num_times for move in moves),
         len(thunks),
-        kernels_of(text, Prices.of(costs.stages[0], step.mode, step.work)),
+        kernels,
         all_reduce_kinds(text),
         any(kind in HOST_DECIDES for kind in thunks),
         compile_seconds,
         named_launches(text),
     )
+
+
+def _passes(target: Target) -> "TryKernels | None":
+    """What takes kernels for right, as nothing can be tried; None: those that are taken untried.
+
+    Where the machine's switch can add up, the kernel that asks it to is one of them.
+    """
+    by_switch = target.machine.switch_sum and target.engine.sums_by_switch
+    return (lambda shape: None) if by_switch else None
 
 
 def _cpu_seconds() -> float:

@@ -171,7 +171,17 @@ def _heading(target: Target, workload: Workload) -> str:
         f"{machine.name}{over}{host} with the overhead of {target.engine.name}, "
         f"{workload.num_prompt_tokens} prompt and {workload.num_output_tokens} output tokens; "
         "--model, --machine, --dtype, --input and --output choose others\n"
-        f"constants of {machine.name}: {_origin(machine)}\n{widened}"
+        f"constants of {machine.name}: {_origin(machine)}\n{widened}{_of_switch(target)}"
+    )
+
+
+def _of_switch(target: Target) -> str:
+    """What is assumed of a switch that adds up, where there is one."""
+    if not (target.machine.switch_sum and target.engine.sums_by_switch):
+        return ""
+    return (
+        "sums of SHIFT over all devices are those of the switch (jax 0.12; nobody has run the "
+        "kernels), where one group has all of 6 devices or more\n"
     )
 
 

@@ -162,6 +162,11 @@ NORMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 
 
+def layer_norms(config: ModelConfig) -> Mapping[str, str]:
+    """Return the norms of hidden states that a layer has, as checkpoints call them."""
+    return NORMS.get(config.architecture, _NORMS_BEFORE)
+
+
 class Family(NamedTuple):
     """Architectures of one forward pass: `models/families.py` has it under this name."""
 
@@ -243,7 +248,7 @@ def _swiftkv(config: ModelConfig) -> Iterator[Weight]:
 
 def _llama_layer(config: ModelConfig, parts: LayerParts) -> Iterator[Weight]:
     hidden = config.hidden_size
-    for name, source in NORMS.get(config.architecture, _NORMS_BEFORE).items():
+    for name, source in layer_norms(config).items():
         yield _norm(name, hidden, source)
     yield from _ATTENTIONS[config.attention](config, parts)
     if parts.has_experts and config.experts is not None:

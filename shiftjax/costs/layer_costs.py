@@ -18,6 +18,7 @@ from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
 from shiftjax.costs.layer_launches import Widths, moved_bytes
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead
+from shiftjax.costs.switch_sums import switch_sums
 from shiftjax.parallel.blocks import block_of_width
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
@@ -51,6 +52,7 @@ class LayerCosts:
         self.layout, self.model = layout, layout.model
         self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
         self.expert_modes = ExpertModes(layout, self._quickest)
+        self.switch = switch_sums(layout, self.machine, engine, kernels.formats)
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
 
     def _quickest(self, layout: Layout, mode: Mode, num_tokens: int) -> ExpertMode:
@@ -98,13 +100,16 @@ class LayerCosts:
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
+        moves, switched = self.switch.split(mode, num_tokens, parts, moves)
         kernels = num_products + 1 + self.engine.num_layer_launches(formats.dense, mode.sp > 1)
+        kernels -= sum(move.num_times for move in switched)  # of norms
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         beside = self._elementwise_seconds(mode, num_tokens, parts, part)
         cost = StepCost(
             matmul=count * products,
             elementwise=count * beside,
-            collectives=count * self.move(moves),
+            collectives=count
+            * (self.move(moves) + self.switch.seconds(mode, num_tokens, switched)),
             launch=count * kernels * self.machine.kernel_seconds * self.kernels.queueing,
         )
         return cost, count * kernels
@@ -163,6 +168,10 @@ class LayerCosts:
         widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
         names = self.engine.launches_of(formats.dense, mode.sp > 1) or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)
+        if self.switch.shots(mode, num_tokens) == 2:  # a device norms its own rows
+            norms = [name for name in names if "norm" in name]
+            of_all = local * moved_bytes(norms, widths, formats.activation_bytes)
+            num_bytes -= of_all - of_all // layout.num_devices
         numbers = num_tokens * (2 * (queries + cached) + absorbed_numbers(layout))
         if part is not None:
             numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t

@@ -64,7 +64,8 @@ def sent_bytes(move: Collective) -> float:
 def transfer_seconds(ways: tuple[Transfer, ...], move: Collective) -> float:
     """Seconds of one collective by the quickest of these algorithms."""
     ring, one_shot = sent_bytes(move), (move.num_devices - 1) * _whole(move)
-    volumes = {"ring": ring, "one_shot": one_shot}
+    two_shot = (1 + 1 / move.num_devices) * _whole(move)
+    volumes = {"ring": ring, "one_shot": one_shot, "two_shot": two_shot}
     return min(way.latency_seconds + volumes[way.volume] / way.bytes_per_second for way in ways)
 
 

@@ -19,12 +19,13 @@ class Transfer:
 
     `volume` says which bytes count, for a result of S bytes on each of g devices:
     `ring` all that a device sends in an optimal schedule, 2 (g-1)/g S for an all-reduce and
-    (g-1)/g S for an exchange or a gather; `one_shot` everybody reads everything, (g-1) S.
+    (g-1)/g S for an exchange or a gather; `one_shot` everybody reads everything, (g-1) S;
+    `two_shot` of a switch that adds up: S for all to read, and what it is to copy, S / g.
     """
 
     latency_seconds: float
     bytes_per_second: float
-    volume: Literal["ring", "one_shot"] = "ring"
+    volume: Literal["ring", "one_shot", "two_shot"] = "ring"
 
     def scaled(self, latency: float, rate: float) -> "Transfer":
         """Return a copy with its latency times `latency` and its bandwidth times `rate`."""
@@ -57,6 +58,7 @@ class Machine:
     all_to_all: tuple[Transfer, ...]
     all_gather: tuple[Transfer, ...]
     point_to_point: tuple[Transfer, ...]
+    switch_sum: tuple[Transfer, ...] = ()  # by a switch with multicast, norm included; (): has none
     to_host: tuple[Transfer, ...] = ()  # of each device, while all use theirs; (): not known
     from_host: tuple[Transfer, ...] = ()
     host_memory_bytes: float = 0.0  # of the whole machine; 0: not known
@@ -163,6 +165,7 @@ class EngineOverhead:
     sizes_steps: bool = False  # steps with prompts have the size that costs say is best
     switch_seconds: float = 0.0  # of the first step in another mode
     draft_seconds: float = 0.0  # of the host, to guess the next tokens of one sequence
+    sums_by_switch: bool = False  # small ones, where the machine can: `costs/switch_sums.py`
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
     sampling_bytes: float = 0.0  # of a row and entry of the vocabulary, on every device; 0: split
     expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`

@@ -55,6 +55,7 @@ MACHINE_OF_DEVICE = MappingProxyType(
 """Machines by JAX's `device_kind`."""
 LINKS = (
     "all_reduce",
+    "switch_sum",
     "all_to_all",
     "all_gather",
     "point_to_point",

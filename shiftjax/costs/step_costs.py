@@ -41,6 +41,7 @@ pipeline stages: `group_costs.py`, of the model of each
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pallas_kernels.window import Window
@@ -59,6 +60,7 @@ from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.kernel_costs import KernelCosts, Split
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
+from shiftjax.costs.switch_sums import FIRST_LAUNCHES
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
@@ -109,6 +111,7 @@ class CostModel:
         ]
         windows = [kind.window for kind in model.kinds]
         seen = list(zip(windows, (parts.heads for parts in model.parts), strict=True))
+        self._late_layers = LayerCosts(layout, self.kernels, replace(engine, sums_by_switch=False))
         self._early_seen, self._late_seen = Counter(seen[:late]), Counter(seen[late:])
 
     @property
@@ -231,6 +234,7 @@ class CostModel:
         cost = StepCost(*map(sum, zip(*costs, strict=True)))
         gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
         num_kernels += self.engine.kernels_per_step
+        num_kernels += FIRST_LAUNCHES * (self.layers.switch.shots(mode, padded) > 0)
         moves = entry_collectives(layout, mode, padded, width)
         moves += gather_collectives(layout, mode, padded, width)
         late_kv = config.num_late_layers * layout.cache.numbers
@@ -269,6 +273,6 @@ class CostModel:
         rows = round_up(num_rows, layout.num_devices)
         head = self.kernels.head(rows, hidden, layout.vocab_size // layout.num_devices)
         moves = row_collectives(layout, mode, rows, self.formats.activation_bytes)
-        late, _ = self.layers.cost(layout.shift, rows, self.model.num_late_layers)
+        late, _ = self._late_layers.cost(layout.shift, rows, self.model.num_late_layers)
         moved = self.layers.move(moves) + exchanged
         return late._replace(matmul=late.matmul + head, collectives=moved)

@@ -8,15 +8,16 @@ operand, so that a call need not wait for the one before, and flags (XLA's
 
 from collections.abc import Iterable, Mapping
 
+from pallas_kernels.sum_sizes import NUMBER_BYTES, shots
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.expert_modes import ExpertModes, by_bytes
+from shiftjax.costs.switch_sums import splits_rows
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
 PIECE_BYTES = 2 << 20
-MOST_SWITCHED_BYTES = 2 << 20  # of two buffers, for two devices or more (`sum_norm.most_rows`)
 MOST_BYTES = 32 << 20  # of a sum, on all of its devices together: larger ones are NCCL's
 
 
@@ -28,13 +29,24 @@ def buffer_bytes(num_devices: int, num_bytes: int) -> int:
     return round_up(2 * num_bytes, PIECE_BYTES) + PIECE_BYTES
 
 
-def switch_buffer_bytes() -> int:
-    """Bytes on each device for all sums by a switch, at most.
+def switch_buffer_bytes(layout: Layout, wanted: Mapping[Bucket, Iterable[Mode]]) -> int:
+    """Bytes on each device for all sums by a switch, in memory that programs share.
 
-    Two buffers in turn and counters, in memory that programs share, as they run one by one. They
-    replace those of XLA's sums in a layer, so that `sum_buffer_bytes` is an upper bound.
+    Two arrays of the rows of a step, and counters. In one shot these are partial sums in turn, in
+    two shots partial sums and their norm. They replace those of XLA's sums in a layer, for which
+    there must be room all the same: a switch has to pass its check first.
     """
-    return MOST_SWITCHED_BYTES + PIECE_BYTES
+    model, devices = layout.model, layout.num_devices
+    split = splits_rows(model)
+    rows = [
+        bucket.tokens
+        for bucket, modes in wanted.items()
+        if layout.shift in modes
+        and shots(bucket.tokens, devices, model.hidden_size, splits_rows=split)
+    ]
+    if not rows or model.norm_centred:
+        return 0
+    return round_up(2 * max(rows) * model.hidden_size * NUMBER_BYTES, PIECE_BYTES) + PIECE_BYTES
 
 
 def sum_buffer_bytes(

@@ -30,7 +30,7 @@ from shiftjax.costs.memory import (
     weight_bytes,
 )
 from shiftjax.costs.step_costs import CostModel
-from shiftjax.costs.sum_buffers import sum_buffer_bytes
+from shiftjax.costs.sum_buffers import sum_buffer_bytes, switch_buffer_bytes
 from shiftjax.deploy.budgets import OF_CPUS, Budgets
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
@@ -315,8 +315,16 @@ class Deployment:
             widest=self.widest,
         )
 
+    @property
+    def sums_by_switch(self) -> bool:
+        """Whether a switch may do sums of its steps (`models/sum_backend.py`)."""
+        is_one_group = self.dp == self.pp == 1
+        return is_one_group and self.attention != "xla" and not self.deterministic
+
     def costs(self, machine: Machine, engine: EngineOverhead) -> GroupCosts:
         """The seconds of a group's steps on a machine, whatever stages it has."""
+        by_switch = engine.sums_by_switch and self.sums_by_switch
+        engine = replace(engine, sums_by_switch=by_switch)
         stages = [
             CostModel(stage.layout, machine, engine, self.formats, stage.buckets)
             for stage in self.stages
@@ -345,13 +353,18 @@ class Deployment:
 
         `wanted` are the programs, by units of a group. Of a pipeline, those of the fullest stage.
         """
-        return max(
+        return self.switch_buffer_bytes(wanted) + max(
             sum(
                 sum_buffer_bytes(each.layout, each.formats, wanted[width])
                 for width, each in stage.by_width.items()
             )
             for stage in self.stages
         )
+
+    def switch_buffer_bytes(self, wanted: Mapping[int, Mapping[Bucket, Iterable[Mode]]]) -> int:
+        """Bytes of a GPU that sums by a switch hold, if one joins the devices."""
+        widths = ((w, each) for w, each in self.by_width.items() if each.sums_by_switch)
+        return max((switch_buffer_bytes(each.layout, wanted[w]) for w, each in widths), default=0)
 
     def memory(self, devices: Devices, workspace_bytes: int | None = None) -> Memory:
         """What a device holds, and what is left for KV; `workspace_bytes` None: the estimate.

@@ -13,7 +13,6 @@ from shiftjax.core.lane import wait_for_one
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.core.request import Runner
 from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.costs.sum_buffers import switch_buffer_bytes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import KernelCheck, check_attention
@@ -187,8 +186,8 @@ class DeviceBackend:
             gigabytes = held / 1e9
             logger.info("sums hold %.1f GB of a GPU outside of JAX's share, with NVLink", gigabytes)
             if any(step.sums.name != XLA_SUMS.name for step in steps.values()):
-                shared = switch_buffer_bytes()
-                logger.info("or, where a switch does those of a layer, %d MB", shared >> 20)
+                shared = deployment.switch_buffer_bytes(wanted)
+                logger.info("%d MB of it for those that a switch does", shared >> 20)
         compiled = Compiled(deployment, programs, known, policies)
         if self._hosts is not None:
             _check_same(compiled, groups, self._hosts)

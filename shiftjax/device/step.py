@@ -278,7 +278,9 @@ class StepDef:
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)
         context = context._replace(sums=self.sums.open(parallel, x, norms))
         streams, pools = model.run_layers(x, pools, context)
-        hidden = model.hidden_states(streams[-1], parallel)
+        last, sums = streams[-1], context.sums
+        last = last if sums is None else sums.closed(last, self.layout.model)
+        hidden = model.hidden_states(last, parallel)
         own = ()
         if counted:
             own = (counts_of_step(counted, parallel, is_spread=is_spread(self.mesh)),)

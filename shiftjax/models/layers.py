@@ -1,5 +1,6 @@
 """What decoder layers share: a step's context, norms, rotary embedding, matrix products."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,10 @@ from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
 from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
+from shiftjax.models.open_sums import OpenSums, is_summed
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.products import Activations, quantise_blocks
 from shiftjax.models.stream import Stream
-from shiftjax.models.sum_backend import OpenSums
 from shiftjax.parallel.grid import ALL_AXES, WEIGHT_AXES
 
 
@@ -149,7 +150,7 @@ def add_norm(
     """
     sums, norms, reduce = context.sums, context.norms, context.parallel.reduce
     codes = codes and norms.gives_codes
-    if weight is not None and sums is not None and sums.has(stream):
+    if weight is not None and sums is not None and is_summed(stream):
         return sums.add_norm(stream, name, weight, config, codes=codes)
     if weight is not None and norms.add_norm is not None:
         x, normed = norms.add_norm(stream, weight, reduce, codes)
@@ -157,6 +158,8 @@ def add_norm(
         x = stream.whole(reduce, config.residual_scale)
         normed = x if weight is None else norm(x, weight, config)
         normed = quantise_blocks(normed) if codes and weight is not None else normed
+    if sums is not None and weight is not None:
+        return sums.kept(replace(stream, x=x, addend=None)), normed
     return Stream(x, before=stream.before), normed
 
 

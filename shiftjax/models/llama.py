@@ -47,11 +47,11 @@ from shiftjax.models.layers import (
 )
 from shiftjax.models.mla import LatentAttention
 from shiftjax.models.mlp import MLP, MoE
+from shiftjax.models.open_sums import OpenSums
 from shiftjax.models.part import Params, Part
 from shiftjax.models.products import Activations, Codes
 from shiftjax.models.speculator import Speculator
 from shiftjax.models.stream import Addend, Stream, scaled
-from shiftjax.models.sum_backend import OpenSums
 
 LAYER_NORMS = ("input_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm")
 
@@ -445,8 +445,8 @@ class Llama(nnx.Module):
         self, embedded: Float[Array, "tokens hidden"], pools: ModelPools, context: Context
     ) -> tuple[list[Stream], ModelPools]:
         """Run the layers on hidden states: those of the embedding, or of the previous stage."""
-        before = None if context.sums is None else context.sums.nothing
-        streams, pools = [Stream(embedded, before=before)], list(pools)
+        begun = Stream(embedded) if context.sums is None else context.sums.begun(embedded)
+        streams, pools = [begun], list(pools)
         run = _traced_once(context)
         given = [None] * self.config.num_layers
         if self.config.layer_input_width:

@@ -1,8 +1,9 @@
 """How the sums of a layer over its devices run: a table, chosen at build time.
 
     xla        an all-reduce, then what is added and the norm: every platform and mode
-    multimem   one Mosaic kernel for all three (`pallas_kernels/sum_norm.py`), of small steps in
-               SHIFT, where a switch with multicast joins all devices and has passed its check
+    multimem   one Mosaic kernel for all three, of steps in SHIFT, where a switch with multicast
+               joins all devices and has passed its check: in one shot the smallest
+               (`pallas_kernels/sum_norm.py`), in two the others (`sum_rows.py`)
 
 A switch adds up what all devices of a mesh have: Mosaic makes multicast groups of nothing less, and
 of devices 0 to P - 1 (`multimem_load_reduce` of jax 0.12). So the sums of BASE and of modes
@@ -12,24 +13,22 @@ that are not all of its devices.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float
 
-from shiftjax.arch.config import ModelConfig
+from pallas_kernels.sum_sizes import LEAST_DEVICES, shots
 from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.costs.switch_sums import splits_rows
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.products import Activations, Codes
-from shiftjax.models.stream import Stream
+from shiftjax.models.open_sums import Norms, OneShot, OpenSums, TwoShots
 from shiftjax.parallel.grid import ALL_AXES, Device
 from shiftjax.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
 SUMMED_NORMS = "input_norm", "mlp_norm"  # of a layer, which may follow a sum
-Norms = dict[str, Float[Array, " layers_hidden"]]  # by their names in a layer
 
 
 class SumShape(NamedTuple):
@@ -37,49 +36,7 @@ class SumShape(NamedTuple):
 
     hidden: int
     dtype: str  # of activations; a name of `arch.formats`
-
-
-class OpenSums(NamedTuple):
-    """Sums of one program, by the switch: devices have met, and counters are zero."""
-
-    counters: Any
-    nothing: Float[Array, "tokens hidden"]  # in the place of partial sums before the first
-    norms: Norms  # where those of all layers are one array
-    nth: Int32[Array, ""] | None = None  # the layer
-
-    def of_layer(self, index: int) -> "OpenSums":
-        """The same in a layer."""
-        return self._replace(nth=jnp.int32(index))
-
-    def has(self, stream: Stream) -> bool:
-        """Whether what is added to a stream is such a sum."""
-        addend = stream.addend
-        return addend is not None and addend.is_partial and addend.bias is None
-
-    def add_norm(
-        self,
-        stream: Stream,
-        name: str,
-        weight: Float[Array, " hidden"],
-        config: ModelConfig,
-        *,
-        codes: bool = False,
-    ) -> tuple[Stream, Activations]:
-        """Return the new stream, with the sum of what is partial, and its norm: one launch.
-
-        `name` is the norm's in its layer. With `codes` it comes as codes.
-        """
-        from pallas_kernels.norm_codes import NormKind
-        from pallas_kernels.sum_norm import Meeting, sum_norm
-
-        assert stream.addend is not None and stream.before is not None
-        partial, whole = stream.addend.values, self.norms.get(name)
-        given = (weight, None) if whole is None else (whole, self.nth)
-        own = config.norm_offset, config.norm_in_float32, config.residual_scale
-        kind = NormKind(config.rms_norm_eps, *own, codes=codes)
-        meeting = Meeting(ALL_AXES, self.counters, stream.before)
-        x, *normed = sum_norm(partial, stream.x, given, kind, meeting)
-        return Stream(x, before=partial), Codes(*normed) if codes else normed[0]
+    splits_rows: bool = True  # each device may keep its rows of the stream: two shots
 
 
 class SumBackend(NamedTuple):
@@ -87,6 +44,7 @@ class SumBackend(NamedTuple):
 
     name: str
     reason: str = ""
+    splits_rows: bool = True
 
     def open(
         self, parallel: Parallel, x: Float[Array, "tokens hidden"], norms: Norms
@@ -94,13 +52,18 @@ class SumBackend(NamedTuple):
         """Return the sums of a program whose stream begins with `x`; None: they are XLA's."""
         if self.name == XLA_SUMS.name or parallel.splits_tokens:
             return None
-        from pallas_kernels.sum_norm import most_rows, open_meetings, wrong_sum
+        from pallas_kernels.sum_norm import open_meetings
+        from pallas_kernels.sum_rows import open_rows
 
         (rows, width), devices = x.shape, parallel.layout.num_devices
-        if devices == 1 or rows > most_rows(devices, width) or wrong_sum(rows, width, x.dtype):
-            return None
-        meeting = open_meetings(ALL_AXES, rows, width)
-        return OpenSums(meeting.counters, meeting.before, norms)
+        num_shots = shots(rows, devices, width, splits_rows=self.splits_rows)
+        if num_shots == 2:
+            group, own = open_rows(ALL_AXES, x)
+            return TwoShots(group.counters, own, norms)
+        if num_shots == 1:
+            meeting = open_meetings(ALL_AXES, rows, width)
+            return OneShot(meeting.counters, meeting.before, norms)
+        return None
 
     def mesh(self, mesh: Mesh) -> Mesh | AbstractMesh:
         """Return the mesh that a step is traced for.
@@ -130,7 +93,7 @@ def choose_sums(layout: Layout, formats: Formats, needs: SumNeeds) -> SumBackend
         return XLA_SUMS._replace(reason="one device has nothing to sum")
     reason = next(_why_not(layout, formats, needs), None)
     if reason is None:
-        return SumBackend("multimem", "passed its check")
+        return SumBackend("multimem", "passed its check", splits_rows(layout.model))
     if "pallas" in needs.attention:
         logger.info("sums over %d devices are XLA's: %s", layout.num_devices, reason)
     return XLA_SUMS._replace(reason=reason)
@@ -139,11 +102,13 @@ def choose_sums(layout: Layout, formats: Formats, needs: SumNeeds) -> SumBackend
 def _why_not(layout: Layout, formats: Formats, needs: SumNeeds) -> Iterator[str]:
     """Yield what keeps the kernel from being used; the last thing that is asked is its check."""
     model, devices = layout.model, needs.devices
-    shape = SumShape(model.hidden_size, formats.activations)
+    shape = SumShape(model.hidden_size, formats.activations, splits_rows(model))
     if "pallas" not in needs.attention:
         yield f"attention runs as {needs.attention}"
     elif not devices:
         yield "several groups share the devices"
+    elif layout.num_devices < LEAST_DEVICES:
+        yield f"fewer than {LEAST_DEVICES} read each other's memory sooner"
     else:
         if needs.deterministic:
             yield "no switch is known to add in one order, as deterministic asks"
@@ -169,7 +134,8 @@ def wrong_software(shape: SumShape) -> Iterator[str]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if not hasattr(plgpu, "alloc_semaphore"):
-        yield f"jax {jax.__version__} has no counters that outlive a launch, 0.12 has"
+        words = "without them devices would meet anew, by XLA, before each sum"
+        yield f"jax {jax.__version__} has no counters that outlive a launch, 0.12 has: {words}"
         return
     from pallas_kernels.sum_norm import wrong_sum
 

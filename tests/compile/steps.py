@@ -63,6 +63,7 @@ KERNEL = 'custom_call_target="mosaic_gpu'
 SPLIT_BY_MODE = ("vocab", "heads", "kv_heads", "intermediate", "blocks")
 
 
+SUMS = {"one shot": SumBackend("multimem", splits_rows=False)}
 Sampler = Callable[..., SampleOutput]
 
 
@@ -83,7 +84,7 @@ class Case(NamedTuple):
     num_decodes: int = DECODE.tokens  # of a shift step
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
     experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
-    sums: str = "xla"  # or multimem
+    sums: str = "xla"  # or multimem; "one shot": that of models whose streams devices keep whole
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
 
     @property
@@ -259,7 +260,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         norms=choose_norms(
             layout, case.formats, attention.name, gives_codes=products.codes.name == "pallas"
         ),
-        sums=SumBackend(case.sums),
+        sums=SUMS.get(case.sums, SumBackend(case.sums)),
         sampler=case.sampler,
     )
     return step, pool

@@ -5,6 +5,7 @@ What costs price is what is launched: a fusion that is lost, or won, fails here 
 
 import aot
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 aot.require()
 
@@ -12,6 +13,7 @@ from steps import Case, Compiler, modes_of  # noqa: E402
 
 from serving.bench.launch_list import Launch, layer_launches, named_launches  # noqa: E402
 from shiftjax.costs.machine_files import load_engine  # noqa: E402
+from shiftjax.parallel.grid import Mode  # noqa: E402
 
 pytestmark = pytest.mark.thorough
 
@@ -54,6 +56,17 @@ def test_a_layer_launches_what_costs_count(case, compiled):
     assert len(kinds) <= counted + 1, [one.name for one in found]
     if case.mode.sp == 1:
         assert len(kinds) >= counted - 1, [one.name for one in found]
+
+
+@pytest.mark.skipif(not hasattr(plgpu, "alloc_semaphore"), reason="needs jax 0.12")
+@pytest.mark.parametrize("size", ["bf16", "fp8"])
+def test_sums_by_the_switch_are_in_the_launches_of_their_norms(size, compiled):
+    """Two launches a layer less: as costs have it, the other launches are the same."""
+    case = Case(1, 8, Mode(1, 1), size)
+    plain, switched = (of_a_layer(case._replace(sums=s), compiled) for s in ("xla", "multimem"))
+    assert len(switched) == len(plain) - 2
+    assert [one.name for one in switched].count("sum_norm_rows") == 2
+    assert not [one.name for one in switched if one.kind == "collective"]
 
 
 @pytest.mark.parametrize("size", ["bf16", "fp8"])

@@ -1,5 +1,7 @@
 """Buffers of XLA's own sums. That it has them for these sizes: `compile/test_all_reduces.py`."""
 
+from dataclasses import replace
+
 import pytest
 
 from shiftjax.arch.formats import Formats
@@ -51,7 +53,11 @@ def test_plans_leave_room_for_them(machine, engine, pieces):
     settings = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
     deployment = deploy(target, "tp=8,policy=shift", **settings)
     held = sum_buffers_of(target, deployment)
-    assert held == (161 * pieces + 11 * SAMPLED * (pieces > 0)) * PIECE_BYTES  # 5.4 GB
+    of_xla = (161 * pieces + 11 * SAMPLED * (pieces > 0)) * PIECE_BYTES  # 5.4 GB
+    by_switch = 2 * 8192 * MODEL.hidden_size * 2 + PIECE_BYTES  # partial sums, and their norm
+    assert held == of_xla + (by_switch if pieces else 0)
+    alone = replace(deployment, deterministic=True)
+    assert sum_buffers_of(target, alone) == of_xla
     least = target.reserved_bytes(deployment) + held
     sampling = sampling_bytes(target.engine, 256, MODEL.vocab_size)
     step = max(deployment.temporary_bytes, sampling)

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from launch_steps import equations, inner, launch_in
 
 from pallas_kernels.norm_codes import NormKind
 from pallas_kernels.sum_norm import Meeting, open_meetings, sum_norm
@@ -58,7 +59,7 @@ def traced(devices: int) -> Launch:
     partials = (jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16),) * SUMS
     traced = jax.make_jaxpr(on_each)(*partials).jaxpr
     (body,) = (e.params["jaxpr"] for e in traced.eqns if e.primitive.name == "shard_map")
-    calls = [(eqn, _launch_in(eqn)) for eqn in body.eqns]
+    calls = [(eqn, launch_in(eqn, "sum_norm")) for eqn in body.eqns]
     (_, first), *later = [(eqn, launch) for eqn, launch in calls if launch is not None]
     kept = [
         before in eqn.invars
@@ -69,29 +70,9 @@ def traced(devices: int) -> Launch:
     return Launch(steps, 2 if all(kept) else 1)
 
 
-def _launch_in(eqn: Any) -> Any | None:
-    """Return the launch of a sum that an equation calls."""
-    inner = _inner(eqn)
-    found = (e for jaxpr in inner for e in _equations(jaxpr) if e.params.get("name") == "sum_norm")
-    return next(found, None)
-
-
-def _inner(eqn: Any) -> list[Any]:
-    params = eqn.params.values()
-    each = (x for param in params for x in (param if isinstance(param, tuple | list) else (param,)))
-    return [jaxpr for x in each if hasattr(jaxpr := getattr(x, "jaxpr", x), "eqns")]
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _inner(eqn):
-            yield from _equations(inner)
-
-
 def _steps(launch: Any) -> Iterator[tuple[str, int]]:
-    (kernel,) = _inner(launch)
-    for eqn in _equations(kernel):
+    (kernel,) = inner(launch)
+    for eqn in equations(kernel):
         if eqn.primitive.name == "semaphore_signal_multicast":
             assert set(eqn.params["collective_axes"]) == set(AXES)
             yield "signal", int(eqn.invars[-1].val)

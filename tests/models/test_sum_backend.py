@@ -16,6 +16,7 @@ from shiftjax.device.sum_cases import (
     SumStep,
     all_reduce,
     outputs_of,
+    sum_steps,
     wrong_with_sums,
 )
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
@@ -28,13 +29,13 @@ def devices(*ids: int, hosts: int = 1) -> list[SimpleNamespace]:
     return [SimpleNamespace(id=id_, process_index=id_ % hosts) for id_ in ids]
 
 
-NEEDS = SumNeeds(devices(0, 2, 1, 3), "pallas", check=lambda shape: None)
+NEEDS = SumNeeds(devices(0, 2, 1, 3, 7, 6, 5, 4), "pallas", check=lambda shape: None)
 REASONS = {
     "attention runs as xla": (MODEL, NEEDS._replace(attention="xla")),
     "several groups share the devices": (MODEL, NEEDS._replace(devices=())),
     "as deterministic asks": (MODEL, NEEDS._replace(deterministic=True)),
-    "not devices 0 to 3": (MODEL, NEEDS._replace(devices=devices(4, 5, 6, 7))),
-    "several hosts": (MODEL, NEEDS._replace(devices=devices(0, 1, 2, 3, hosts=2))),
+    "not devices 0 to 7": (MODEL, NEEDS._replace(devices=devices(*range(8, 16)))),
+    "several hosts": (MODEL, NEEDS._replace(devices=devices(*range(8), hosts=2))),
     "subtract the mean": (replace(MODEL, norm_centred=True), NEEDS),
     "2880 is not a multiple of 512": (replace(MODEL, hidden_size=2880), NEEDS),
     "the kernel was not tried": (MODEL, NEEDS._replace(check=None)),
@@ -51,7 +52,7 @@ SHAPE, STEP = SumShape(256, "bfloat16"), SumStep(2)
 def test_what_stays_with_xla_is_said(reason, caplog):
     caplog.set_level(logging.INFO, logger="shiftjax.models.sum_backend")
     model, needs = REASONS[reason]
-    chosen = choose_sums(Layout(model, 2, 2), Formats(), needs)
+    chosen = choose_sums(Layout(model, 4, 2), Formats(), needs)
     assert chosen.name == "xla"
     assert reason in chosen.reason
     assert (reason in caplog.text) == (needs.attention == "pallas")
@@ -61,15 +62,24 @@ def test_what_stays_with_xla_is_said(reason, caplog):
 def test_a_switch_that_passes_its_check_serves():
     asked = []
     needs = NEEDS._replace(check=asked.append)
-    assert choose_sums(Layout(MODEL, 2, 2), Formats(), needs).name == "multimem"
-    assert asked == [SumShape(8192, "bfloat16")]
+    assert choose_sums(Layout(MODEL, 4, 2), Formats(), needs).name == "multimem"
+    assert asked == [SumShape(8192, "bfloat16", splits_rows=True)]
     assert choose_sums(Layout(MODEL, 1, 1), Formats(), needs).name == "xla"  # and has no sums
+    few = choose_sums(Layout(MODEL, 2, 2), Formats(), needs)
+    assert few.reason == "fewer than 6 read each other's memory sooner"
     assert len(asked) == 1
+
+
+def test_both_protocols_are_tried_at_their_edges():
+    steps = list(sum_steps(SumShape(8192, "bfloat16"), 8))
+    assert steps == [SumStep(1), SumStep(15), SumStep(8, 2), SumStep(2048, 2)]
+    whole = SumShape(8192, "bfloat16", splits_rows=False)
+    assert list(sum_steps(whole, 8)) == [SumStep(1), SumStep(16)]
 
 
 def test_an_older_jax_leaves_sums_to_xla(monkeypatch):
     monkeypatch.delattr(plgpu, "alloc_semaphore", raising=False)
-    assert "0.12 has" in choose_sums(Layout(MODEL, 2, 2), Formats(), NEEDS).reason
+    assert "0.12 has" in choose_sums(Layout(MODEL, 4, 2), Formats(), NEEDS).reason
 
 
 def test_chains_tell_wrong_sums():

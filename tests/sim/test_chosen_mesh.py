@@ -29,7 +29,7 @@ def test_experts_get_the_mesh_that_a_plan_recommends(experts):
     assert best is not None
     chosen = opened(MOE, **options)
     assert chosen == (best.dp, best.sp, best.tp)
-    assert experts == "auto" or chosen[0] > 1  # the rule's is one group of eight
+    assert experts == "auto" or chosen != (1, 8, 1)  # the rule's
 
 
 def test_a_dense_model_keeps_the_rule():

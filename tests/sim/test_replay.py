@@ -179,7 +179,10 @@ def test_memory_adds_up_and_a_copy_of_the_weights_costs_kv():
 
 def test_modes_between_base_and_shift_need_weights_that_are_views():
     trace = [TraceRequest(float(n), 64 * n, 2) for n in range(4, 24)]
-    runs = {name: replay(trace, target(name), DEPLOYMENTS["cost"]) for name in ("shiftjax", "vllm")}
+    runs = {
+        name: replay(trace, target(name, machine="b200x8"), DEPLOYMENTS["cost"])
+        for name in ("shiftjax", "vllm")
+    }
     labels = runs["shiftjax"].labels
     assert labels[:2] == ["base", "shift"] and set(labels[2:]) == {"sp2", "sp4"}
     assert runs["vllm"].labels == ["base", "shift"]  # it keeps a copy of SHIFT's alone

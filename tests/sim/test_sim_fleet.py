@@ -237,7 +237,7 @@ def test_the_cost_policy_hardly_changes_where_nothing_has_changed(sequences, sta
 def test_loads_that_come_and_go_do_not_make_it_thrash():
     """Two loads that want other groups, in turn at every look: it stays, longer each time."""
     sums = tuple(way.scaled(2.0, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
-    dear = replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums))
+    dear = replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums, switch_sum=()))
     policy = cost_policy(dear, step_sizes="largest")
     few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 48
     arrangement, wished = (Group(0, UNITS),), []
@@ -301,8 +301,10 @@ def test_prices_are_those_of_the_sizes_that_are_chosen(width):
 def test_a_fleet_takes_narrow_groups_where_their_steps_are_quicker():
     """It stayed with one group of 8, as the largest steps would have had it."""
     trace, means = poisson(40.0, 4.0, 600, 60), {}
+    target = replace(TARGET, machine=replace(TARGET.machine, switch_sum=()))  # that serves 8 alone
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
     for name in ("fleet:8", "fleet"):
-        run = replay(trace, TARGET, fleet(name, max_num_seqs=64, max_num_batched_tokens=8192))
+        run = replay(trace, target, fleet(name, target, **sizes))
         means[name] = mean(request.completion for request in run.requests)
         widths = {group.width for turn in changes(run).turns for group in turn.arrangement}
     assert 4 in widths and means["fleet"] < 0.97 * means["fleet:8"]
