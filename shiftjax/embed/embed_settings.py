@@ -41,8 +41,9 @@ def check_embedding(config: EngineConfig, model: ModelConfig, devices: Devices) 
     if model.attention_sinks or model.attention_soft_cap:
         words = "attention sinks" if model.attention_sinks else "a soft cap of attention"
         problems.append(f"{model.name} has {words}: it generates, and embeds no texts")
-    if model.experts is not None:
-        problems.append(f"{model.name} has experts: it generates, and embeds no texts")
+    for words, part in (("experts", model.experts), ("latent attention", model.latent)):
+        if part is not None:
+            problems.append(f"{model.name} has {words}: it generates, and embeds no texts")
     if model.num_late_layers:
         words = "computes its last layers for output tokens only: it embeds no texts"
         problems.append(f"{model.name} {words}")

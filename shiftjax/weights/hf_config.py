@@ -94,7 +94,7 @@ def parse_config(data: dict[str, Any], name: str, file: str) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         intermediate_size=fields.count(intermediate_of(architecture)),
         max_position_embeddings=fields.count("max_position_embeddings"),
-        **(shape | layers | traits_of(architecture) | parse_latent(fields, architecture)),
+        **(shape | layers | dict(traits_of(architecture)) | parse_latent(fields, architecture)),
         **parse_biases(fields, architecture),
         **parse_family(fields, architecture, shape["head_dim"]),
         rms_norm_eps=fields.positive(epsilon_of(architecture)),

@@ -34,10 +34,10 @@ def parse_latent(fields: Fields, architecture: str) -> dict[str, Any]:
     if architecture not in LATENT:
         return {}
     for name, known in ({"moe_layer_freq": (1,)} | _ROUTERS.get(architecture, _OF_V3)).items():
-        found = fields.data.get(name)
-        if found is not None and found not in known:
+        said = fields.data.get(name)
+        if said is not None and said not in known:
             words = " or ".join(map(str, known))
-            fields.problem(f"{name} must be {words} in {architecture}, found {found!r}")
+            fields.problem(f"{name} must be {words} in {architecture}, found {said!r}")
     widths = {ours: fields.count(name) for ours, name in _WIDTHS.items()}
     if widths["rope_dim"] % 2:
         fields.problem(f"qk_rope_head_dim must be even, found {widths['rope_dim']}")

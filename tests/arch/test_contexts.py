@@ -12,6 +12,7 @@ from pallas_kernels.rows import Sequences
 from pallas_kernels.step_work import divide_step
 from pallas_kernels.window import Chunk, first_seen
 from shiftjax.arch.contexts import LONGEST_BY_DEFAULT
+from shiftjax.arch.latent import Latent
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.deployment import Devices
@@ -42,7 +43,7 @@ def test_more_than_the_model_has_is_refused():
 
 
 def test_contexts_within_what_an_indexer_chooses_are_served(caplog):
-    latent = replace(PRESETS["deepseek-v3"].latent, index_topk=2048)
+    latent = Latent(512, 64, 128, 128, 1536, index_topk=2048)
     model = replace(PRESETS["deepseek-v3"], name="glm", latent=latent)
     more = {"sp": 1, "tp": 8, "num_blocks": 1 << 10, "max_num_seqs": 8}
     with caplog.at_level(logging.WARNING):

@@ -50,7 +50,7 @@ QUICK_ONES = {
     ("llama4_chunks", 2),
     ("gemma4_text", 4),
 }
-QUICK_ONES |= {("gemma4_experts", 4)}
+QUICK_ONES |= {("gemma4_experts", 4), ("deepseek_v3_halves", 4)}
 QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
 
 
