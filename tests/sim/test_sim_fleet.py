@@ -236,7 +236,7 @@ def test_the_cost_policy_hardly_changes_where_nothing_has_changed(sequences, sta
 
 def test_loads_that_come_and_go_do_not_make_it_thrash():
     """Two loads that want other groups, in turn at every look: it stays, longer each time."""
-    sums = tuple(way.scaled(2.0, 0.5) for way in TARGET.machine.all_reduce)  # wide groups pay more
+    sums = tuple(way.scaled(2.5, 0.4) for way in TARGET.machine.all_reduce)  # wide groups pay more
     dear = replace(TARGET, machine=replace(TARGET.machine, all_reduce=sums, switch_sum=()))
     policy = cost_policy(dear, step_sizes="largest")
     few, many = [(0, 3000, 10)] * 4, [(0, 500, 100)] * 48
