@@ -18,6 +18,7 @@ from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
 from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
 from pallas_kernels.head_codes import Heads, no_heads, wrong_codes
 from pallas_kernels.mosaic import FP8, scales_in_memory
+from pallas_kernels.queries import Queries, by_kv_head
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
@@ -25,7 +26,7 @@ BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than 
 
 
 def decode_attention(
-    q: Float[Array, "tokens heads head_dim"],
+    q: Float[Array, "tokens heads head_dim"] | Queries,
     kv: PagedKV,
     work: DecodeWork,
     options: AttentionOptions,
@@ -55,8 +56,7 @@ def decode_attention(
         options=options,
     )
     count = min(q.shape[0], work.row_seq.shape[0])
-    grouped = q[:count].reshape(count, kv_heads, q_per_kv, head_dim).astype(shape.dtype)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - q_per_kv), (0, 0)))
+    grouped = by_kv_head(q, (count, kv_heads, rows), shape.dtype)
     jobs = work.worker_first, work.job_row, work.job_begin, work.job_end
     scales, pools = scales_in_memory(options.kv_scales), kv._replace(seq_lens=None)
     inputs = Inputs(*jobs, work.row_seq, work.row_length, pools, scales, grouped)
@@ -70,7 +70,9 @@ def decode_attention(
     return combine_jobs(parts, q, out, config, options)
 
 
-def check_call(q: jax.Array, kv: PagedKV, options: AttentionOptions, config: DecodeConfig) -> int:
+def check_call(
+    q: jax.Array | Queries, kv: PagedKV, options: AttentionOptions, config: DecodeConfig
+) -> int:
     """Return the query heads of a KV head; ValueError says what the kernel cannot take."""
     (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, kv.k_pool.shape
     wrong = options.wrong(heads, kv_heads)

@@ -26,6 +26,7 @@ from pallas_kernels.decode_terms import down_rows
 from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
 from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded, like_heads
 from pallas_kernels.mosaic import COLUMNS, FP8, LOG2_E, LOWEST, WGMMA, filled, store
+from pallas_kernels.queries import Queries
 
 MAX_WARPGROUPS = 4
 MOST_AT_ONCE = JOBS_AT_ONCE // MAX_WARPGROUPS  # outputs of 8 rows that a warpgroup has under way
@@ -58,7 +59,7 @@ class Scratch(NamedTuple):
 
 def combine_jobs(
     parts: Parts,
-    like: jax.Array,
+    like: jax.Array | Queries,
     out: Heads | None,
     config: DecodeConfig,
     options: AttentionOptions,

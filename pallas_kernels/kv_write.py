@@ -125,8 +125,8 @@ def _write_kernel(
         for head, (first, second) in enumerate(heads):
             scale = scales_of_head(scales, arrays.scales, first_head + head)[i]
             half = first.shape[1]
-            staged[:, head, :half] = _stored(first, staged.dtype, scale)
-            staged[:, head, half:] = _stored(second, staged.dtype, scale)
+            staged[:, head, :half] = stored(first, staged.dtype, scale)
+            staged[:, head, half:] = stored(second, staged.dtype, scale)
     plgpu.commit_smem()
     heads, first = pl.ds(first_head, count), 0 if arrays.first is None else arrays.first[0]
     for i in range(TOKENS):
@@ -158,7 +158,7 @@ def _rotated(
     return (a * cos - b * sin).astype(first.dtype), (b * cos + a * sin).astype(first.dtype)
 
 
-def _stored(values: jax.Array, dtype: Any, scale: float | jax.Array) -> jax.Array:
+def stored(values: jax.Array, dtype: Any, scale: float | jax.Array) -> jax.Array:
     """Convert to the pool's type; fp8 saturates, where a plain conversion may give NaN."""
     if dtype != FP8:
         return values.astype(dtype)

@@ -15,11 +15,12 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode import decode_attention
 from pallas_kernels.head_codes import Heads
 from pallas_kernels.prefill import prefill_attention
+from pallas_kernels.queries import Queries
 from pallas_kernels.step_work import DEFAULT_CONFIG, KernelConfig, StepWork
 
 
 def ragged_paged_attention(
-    q: Float[Array, "tokens heads head_dim"],
+    q: Float[Array, "tokens heads head_dim"] | Queries,
     kv: PagedKV,
     work: StepWork,
     options: AttentionOptions,

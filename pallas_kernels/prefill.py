@@ -42,6 +42,7 @@ from pallas_kernels.prefill_work import (
     PrefillWork,
     tokens_per_warpgroup,
 )
+from pallas_kernels.queries import Queries, by_head
 
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 3072  # barriers, alignment, and what reductions take
@@ -49,7 +50,7 @@ KV_TILES = 128, 64  # in the order of preference
 
 
 def prefill_attention(
-    q: Float[Array, "tokens heads head_dim"],
+    q: Float[Array, "tokens heads head_dim"] | Queries,
     kv: PagedKV,
     work: PrefillWork,
     options: AttentionOptions,
@@ -82,7 +83,7 @@ def prefill_attention(
     check(problem, heads, [] if options.codes is None else wrong_codes(head_dim))
     scales = scales_in_memory(options.kv_scales)
     fixed = None if options.codes is None else options.codes.fixed
-    inputs = Inputs(work, kv, scales, q.astype(problem.dtype), options.sinks, fixed)
+    inputs = Inputs(work, kv, scales, by_head(q, problem.dtype), options.sinks, fixed)
     outputs = run(problem, inputs)
     return outputs.out if outputs.parts is None else combine_parts(problem, inputs, outputs)
 

@@ -107,10 +107,12 @@ KNOW_KV_HEADS = {
     "shiftjax.device.place",  # which reads such weights
     *(
         f"shiftjax.models.{name}"
-        for name in ("attention", "attention_backend", "exchange", "llama")
+        for name in ("attention", "attention_backend", "entry", "entry_backend")
     ),
+    *("shiftjax.models.exchange", "shiftjax.models.llama"),
     # attention kernels by themselves
     *(f"shiftjax.device.{name}" for name in ("attention_check", "attention_steps", "write_cases")),
+    "shiftjax.device.entry_cases",
     *("shiftjax.sim.measured_kernels", "serving.bench.kernels"),
     # what users are told of their padding
     *("shiftjax.deploy.resolve", "serving.cli.check"),

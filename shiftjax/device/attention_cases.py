@@ -14,7 +14,8 @@ The kernels are held against XLA's loops on the same device, on every device at 
 pools that no token is in hold NaN, block tables are shuffled, and every step runs three times
 (`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
 few steps of theirs (`expert_cases`), one with matrices of four bits or of codes some products
-(`packed_cases`, `product_cases`). Norms of the stream are tried, too (`norm_cases`).
+(`packed_cases`, `product_cases`). Norms of the stream are tried, too (`norm_cases`), and so is
+what takes heads from their product to attention (`entry_cases`).
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ import numpy as np
 from pallas_kernels.window import Chunk
 from shiftjax.arch.formats import FORMATS
 from shiftjax.device import (
+    entry_cases,
     expert_cases,
     norm_cases,
     packed_cases,
@@ -43,6 +45,7 @@ from shiftjax.device import (
     write_cases,
 )
 from shiftjax.device.attention_steps import Cases, Inputs, Shape, Step, make_inputs, steps_of
+from shiftjax.device.entry_cases import EntryStep
 from shiftjax.device.expert_cases import ExpertStep
 from shiftjax.device.mesh import devices_spec, named, replicated_spec, rows_mesh
 from shiftjax.device.norm_cases import NormStep
@@ -50,6 +53,7 @@ from shiftjax.device.packed_cases import PackedStep
 from shiftjax.device.product_cases import CodeStep
 from shiftjax.device.sum_cases import SumStep
 from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_attention
+from shiftjax.models.entry_backend import EntryShape
 from shiftjax.models.expert_backend import ExpertShape, why_not_traced
 from shiftjax.models.norm_backend import NormShape, why_not_normed
 from shiftjax.models.packed_backend import PackedMatrix, PackedShape
@@ -87,6 +91,7 @@ class Trial:
         sums = SumShape(*shape["sums"]) if shape.get("sums") else None
         parts = {"experts": experts, "packed": _packed_of(shape), "sums": sums}
         parts["codes"] = _codes_of(shape)
+        parts["entry"] = _entry_of(shape)
         parts["norm"] = NormShape(*shape["norm"]) if shape.get("norm") else None
         shape = Shape(**shape | tuples | parts)
         cases = fields["cases"]
@@ -110,6 +115,14 @@ def _codes_of(shape: dict[str, Any]) -> CodeShape | None:
         return None
     matrices, *others = read
     return CodeShape(tuple(CodeMatrix(*each) for each in matrices), *others)
+
+
+def _entry_of(shape: dict[str, Any]) -> EntryShape | None:
+    """Return the heads that a kernel takes to attention, of a shape that was read."""
+    if not (read := shape.get("entry")):
+        return None
+    *own, norm = read
+    return EntryShape(*own, tuple(norm) if norm else None)
 
 
 class Problem(NamedTuple):
@@ -235,6 +248,16 @@ def try_write(shape: Shape, kernels: AttentionBackend, devices: Sequence[Device]
     )
 
 
+def try_entry(
+    step: EntryStep, shape: EntryShape, kernels: AttentionBackend, devices: Sequence[Device]
+) -> Problem | None:
+    """Take heads from a product to attention; None: nothing is wrong."""
+    outputs = partial(entry_cases.outputs_of, shape=shape, step=step, devices=devices)
+    right, own = outputs(entry_cases.operations), partial(entry_cases.kernel, backend=kernels)
+    wrong = partial(entry_cases.wrong_with_heads, shape=shape, step=step)
+    return attempt(lambda: outputs(own), right, wrong, devices)
+
+
 def try_experts(step: ExpertStep, shape: ExpertShape, devices: Sequence[Device]) -> Problem | None:
     """Run one step of experts; None: nothing is wrong."""
     kernels, loop = expert_cases.kernels(shape, step), expert_cases.loop(shape)
@@ -330,6 +353,16 @@ def tries_of(
         yield step.name, partial(try_step, step, shape, kernels, devices)
     if FORMATS[shape.kv_dtype].has_scales:
         yield "a write of codes", partial(try_write, shape, kernels, devices)
+    if shape.entry is not None:
+        for step in entry_cases.entry_steps():
+            yield step.name, partial(try_entry, step, shape.entry, kernels, devices)
+    yield from tries_beside(shape, devices)
+
+
+def tries_beside(
+    shape: Shape, devices: Sequence[Device]
+) -> Iterator[tuple[str, Callable[[], Problem | None]]]:
+    """Yield the same of kernels beside attention: experts, norms, products."""
     if shape.experts is not None and why_not_traced(shape.experts) is None:
         for step in expert_cases.expert_steps(shape.experts.per_token):
             yield step.name, partial(try_experts, step, shape.experts, devices)

@@ -33,6 +33,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.device import kept
 from shiftjax.device.attention_cases import Trial
 from shiftjax.device.attention_steps import Cases, Shape
+from shiftjax.models.entry_backend import tried_entry
 from shiftjax.models.expert_backend import expert_shape
 from shiftjax.models.gpu_software import versions
 from shiftjax.models.norm_backend import norm_shape
@@ -46,7 +47,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
-BACKENDS = "attention", "expert", "norm", "packed", "product", "sum"
+BACKENDS = "attention", "entry", "expert", "norm", "packed", "product", "sum"
 
 
 class KernelCheck(NamedTuple):
@@ -81,6 +82,7 @@ def shape_of(
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
     more = {"has_late": model.num_late_layers > 0, "packed": packed_shape(layout, formats)}
     more |= {"codes": code_shape(layout, formats), "norm": norm_shape(model, formats)}
+    more["entry"] = tried_entry(layout, formats)
     return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, **more)
 
 

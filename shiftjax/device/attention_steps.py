@@ -19,6 +19,7 @@ from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
 from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend, gives_codes
+from shiftjax.models.entry_backend import EntryShape
 from shiftjax.models.expert_backend import ExpertShape
 from shiftjax.models.norm_backend import NormShape
 from shiftjax.models.packed_backend import PackedShape
@@ -55,6 +56,7 @@ class Shape:
     packed: PackedShape | None = None  # matrices of four bits that are no experts'
     codes: CodeShape | None = None  # matrices of codes that are no experts'
     norm: NormShape | None = None  # of the residual stream
+    entry: EntryShape | None = None  # of what takes heads to attention in one launch
     sums: SumShape | None = None  # then sums over devices are tried, and nothing else
 
     @property

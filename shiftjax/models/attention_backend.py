@@ -39,6 +39,7 @@ from shiftjax.models.attention_work import (
     divide_rows,
     loop_sizes,
 )
+from shiftjax.models.entry_backend import Entry, pallas_entry, why_not_traced
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
 from shiftjax.models.neighbours import Neighbours, localised, neighbours_of
 from shiftjax.models.products import Codes
@@ -77,6 +78,9 @@ class AttentionBackend(NamedTuple):
     # (inputs of a step) -> what of them is this device's, where devices split positions; None: all
     localise: Callable[[Any], Any] | None = None
     reason: str = ""  # why this one was chosen, in words that may leave the process
+    # one launch from the product with q, k and v on, in the place of `write` and of what comes
+    # before it; None: there is none
+    enter: Entry | None = None
 
 
 def xla_attention(
@@ -174,6 +178,8 @@ def choose_attention(
         if reason is None and check is not None:
             reason = check()
         if reason is None:
+            if words := why_not_traced(layout.model, dtypes):
+                logger.info("XLA rotates and writes heads: %s", words)
             if not is_tuned:
                 _warn_of_safe_settings(device, layout.model.head_dim, block_size)
             return kernels._replace(reason="passed its check" if check else "not checked")
@@ -265,9 +271,9 @@ def pallas_attention(
     """Return the kernels with their settings (`pallas_kernels.step_work.KernelConfig`).
 
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
-    tests alone. The output is codes where `gives_codes`. Keys and values are written by XLA's
-    scatters: it fuses the sum of a split GEMM and the rotary embedding into them, two launches a
-    layer, where `pallas_kernels.kv_write` needs three, with what prepares its arguments. Pools of
+    tests alone. The output is codes where `gives_codes`. Where heads do not `enter` by a kernel,
+    keys and values are written by XLA's scatters: it fuses the sum of a split GEMM and the rotary
+    embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs three. Pools of
     fp8 go by the kernel.
     """
     from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
@@ -336,7 +342,8 @@ def pallas_attention(
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
     if config.decode.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
-    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write, reads)
+    own = divide, divide_rows, attend, attend_rows, write, reads
+    return AttentionBackend("pallas", *own, enter=pallas_entry(scales, interpret))
 
 
 def gives_codes(layout: Layout, dtype: DTypeLike) -> bool:

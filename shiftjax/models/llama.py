@@ -29,6 +29,7 @@ from shiftjax.models.attention import (
     pool_places,
     soft_cap,
 )
+from shiftjax.models.entry import enter_heads
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.gathered import whole_layers
 from shiftjax.models.gemma4 import ExpertsBesideMLP, LayerInput, LayerInputs
@@ -98,11 +99,25 @@ class Attention(Part):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool with this step's keys and values written."""
         _, metadata, backend, parallel, _, place, *_ = context
+        parallel = parallel.of_heads(self.heads)
+        if (entered := enter_heads(self, x, pool, context)) is not None:
+            q, pool, terms = entered
+        else:
+            q, k, v = self._exchanged(x, context, parallel)
+            terms = self.terms(place, parallel)
+            pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
+        out = backend.attend(q, pool, metadata, terms)
+        return self._output(out, parallel, context), pool
+
+    def _exchanged(
+        self, x: Activations, context: Context, parallel: Parallel
+    ) -> tuple[Float[Array, "tokens _ head_dim"], ...]:
+        """Return q, k and v of this device's heads, of all tokens, as they go to attention."""
         names = ("q", "k") if self.kind.keys_are_values else ("q", "k", "v")
         q, k, *others = self._heads(x, names, context)
         v = others[0] if others else k
         if self.config.wide_qk_norm:
-            q, k = self._normed_together(q, k, parallel)
+            q, k = self._normed_together(q, k, context.parallel)
         elif self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
             k = norm(k, self.k_norm[...], self.config)
@@ -111,12 +126,7 @@ class Attention(Part):
             q, k = (unit_norm(x, self.config.rms_norm_eps) for x in (q, k))
         if self.config.value_unit_norm:
             v = unit_norm(v, self.config.rms_norm_eps)
-        parallel = parallel.of_heads(self.heads)
-        q, k, v = parallel.scatter_heads(q, k, v)
-        terms = self.terms(place, parallel)
-        pool = backend.write(pool, k, v, metadata.slot_mapping, terms)
-        out = backend.attend(q, pool, metadata, terms)
-        return self._output(out, parallel, context), pool
+        return parallel.scatter_heads(q, k, v)
 
     def _heads(
         self, x: Activations, names: tuple[str, ...], context: Context
@@ -135,9 +145,10 @@ class Attention(Part):
         config, kind = self.config, self.kind
         if not kind.has_rope:
             return x
-        return apply_rope(x, self._rope(context), interleaved=config.rope_interleaved)
+        return apply_rope(x, self.rope(context), interleaved=config.rope_interleaved)
 
-    def _rope(self, context: Context) -> Rope:
+    def rope(self, context: Context) -> Rope:
+        """What layers of this kind do to heads by positions."""
         return context.ropes[self.config.ropes.index(self.config.rope_of(self.kind))]
 
     def _grown(
@@ -146,7 +157,7 @@ class Attention(Part):
         """Multiply queries by what their positions ask for, in layers that do."""
         if self.config.rope_of(self.kind).growth is None:
             return q
-        gain = self._rope(context).query_gain
+        gain = self.rope(context).query_gain
         assert gain is not None
         return (q.astype(jnp.float32) * gain[:, None, None]).astype(q.dtype)
 

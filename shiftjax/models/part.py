@@ -9,7 +9,15 @@ from pallas_kernels.call import CodeKind
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
-from shiftjax.models.products import Activations, Matrix, block_of, project_in, project_joined
+from shiftjax.models.products import (
+    Activations,
+    Matrix,
+    Parts,
+    block_of,
+    project_in,
+    project_joined,
+    project_parts,
+)
 from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
@@ -51,6 +59,12 @@ class Part(nnx.Module):
         outs = project_joined(x, tuple(map(self._column, names)), products)
         sizes = (getattr(self, name)[...].shape[:-1] for name in names)
         return [out.reshape(out.shape[0], *size) for out, size in zip(outs, sizes, strict=True)]
+
+    def parts_of(
+        self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
+    ) -> Parts:
+        """Multiply by column-parallel matrices, for a kernel that adds up parts of the sums."""
+        return project_parts(x, tuple(map(self._column, names)), products)
 
     def _in(
         self, x: Activations, name: str, products: Products = XLA_PRODUCTS

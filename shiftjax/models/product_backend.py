@@ -55,6 +55,9 @@ class ProductBackend(NamedTuple):
     # (x, gate and up, what follows, type) -> numbers, or codes and scales; None: XLA multiplies.
     gated: Callable[[Coded, tuple[Coded, ...], Gated, DTypeLike], Any]
     reason: str = ""  # why this one was chosen
+    # (x, matrices, type) -> as `multiply`, or float32 [parts, channels, rows], to be added up by
+    # who reads them; there may be more channels and rows. None: XLA multiplies.
+    parts: Callable[[Coded, tuple[Coded, ...], DTypeLike], jax.Array | None] = lambda *_: None
 
 
 XLA_CODES = ProductBackend("xla", lambda *_: None, lambda *_: None)
@@ -139,25 +142,27 @@ def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
         codes, of_kernel = BlockCodes(*x), tuple(map(matrix_of, matrices))
         if wrong_block(codes, of_kernel, result):
             return None
-        own = config(codes, of_kernel, result)
-        out = block_product(codes, of_kernel, result, own)
-        if own.splits == 1:
-            return out
-        channels = sum(matrix.values.shape[-2] for matrix in of_kernel)
-        return out.sum(axis=0)[:channels, : x[0].shape[0]].T.astype(result.dtype)
+        return block_product(codes, of_kernel, result, config(codes, of_kernel, result))
+
+    def parts(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
+        return run(x, matrices, Result(dtype, interpret=interpret))
 
     def matrix_of(matrix: Coded) -> BlockMatrix:
         values, scale = matrix
         return BlockMatrix(values, scale) if scale.ndim == 1 else BlockMatrix(values, blocks=scale)
 
     def multiply(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
-        return run(x, matrices, Result(dtype, interpret=interpret))
+        out = parts(x, matrices, dtype)
+        if out is None or out.ndim == 2:
+            return out
+        channels = sum(values.shape[-2] for values, _ in matrices)
+        return out.sum(axis=0)[:channels, : x[0].shape[0]].T.astype(dtype)
 
     def gated(x: Coded, matrices: tuple[Coded, ...], after: Gated, dtype: DTypeLike) -> Any:
         result = Result(dtype, GATES[after.activation], after.are_codes, interpret)
         return run(x, matrices, result)
 
-    return ProductBackend("pallas", multiply, gated)
+    return ProductBackend("pallas", multiply, gated, parts=parts)
 
 
 def choose_products(layout: Layout, formats: Formats, device: Device, attention: str) -> Products:

@@ -21,6 +21,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Real
 
+from pallas_kernels.grouped_split import PART, Items, parts_of
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
@@ -31,6 +32,8 @@ from shiftjax.parallel.blocks import BLOCK
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
 LEAST_SCALED = 1e-20  # what is smaller than this in all of a block becomes zeros
+MOST_FEW = 64  # tokens, with which a contraction may be cut for a kernel behind the product
+CORES = 132  # multiprocessors: as many parts are worth it
 FEW_TOKENS = 16  # with as many, a sum for each block is cheaper than turning widened codes
 
 
@@ -141,7 +144,7 @@ def project_out(
 
     The result is of `dtype`; None: of the type of x, or bfloat16 if that is codes.
     """
-    out_type = _result_type(x, dtype)
+    out_type = result_type(x, dtype)
     if _are_codes(matrix):
         return _by_codes(x, matrix, products, out_type)
     return _by_numbers(x, matrix, "ti,oi->to", products.packed.out, out_type)
@@ -154,7 +157,7 @@ def project_in(
     dtype: DTypeLike | None = None,
 ) -> Float[Array, "tokens out"]:
     """Multiply by a row-parallel matrix; the result, of `dtype`, wants an all-reduce."""
-    out_type = _result_type(x, dtype)
+    out_type = result_type(x, dtype)
     if _are_codes(matrix):
         return _by_codes(x, matrix, products, out_type)
     return _by_numbers(x, matrix, "ti,io->to", products.packed.into, out_type)
@@ -212,7 +215,8 @@ def _by_blocks(
     return jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
 
 
-def _result_type(x: Activations, dtype: DTypeLike | None) -> DTypeLike:
+def result_type(x: Activations, dtype: DTypeLike | None = None) -> DTypeLike:
+    """Return the type of what comes of activations; None: theirs, or bfloat16 of codes."""
     if dtype is not None:
         return dtype
     return jnp.bfloat16 if isinstance(x, Codes) else x.dtype
@@ -230,7 +234,7 @@ def project_joined(
     dtype: DTypeLike | None = None,
 ) -> list[Float[Array, "tokens out"]]:
     """Multiply by column-parallel matrices: in one launch, where they are codes and it can be."""
-    out_type = _result_type(x, dtype)
+    out_type = result_type(x, dtype)
     if len(matrices) > 1 and _are_alike(x, matrices):
         codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
         if (out := products.codes.multiply(codes, own, out_type)) is not None:
@@ -238,6 +242,47 @@ def project_joined(
             return jnp.split(out, ends[:-1], axis=1)
         x = codes
     return [project_out(x, matrix, products, out_type) for matrix in matrices]
+
+
+class Parts(NamedTuple):
+    """What a product with several matrices has given, for a kernel that puts it together.
+
+    An array `[tokens, out]` for each, or one for all, joined; or float32 `[parts, tokens, out]` of
+    parts of the contraction, to be added up and rounded, joined: `turned`, `[parts, out, rows]`.
+    """
+
+    values: tuple[Array, ...]
+    turned: bool = False
+
+
+def project_parts(
+    x: Activations, matrices: tuple[Matrix, ...], products: Products = XLA_PRODUCTS
+) -> Parts:
+    """Multiply by column-parallel matrices, and leave the sums of a split contraction open."""
+    out_type = result_type(x)
+    if _are_alike(x, matrices):
+        codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
+        if (out := products.codes.parts(codes, own, out_type)) is not None:
+            return Parts((out,), turned=out.ndim == 3)
+        x = codes
+    elif not isinstance(x, Codes) and all(matrix.scale is None for matrix in matrices):
+        return Parts((_split_numbers(x, jnp.concatenate([each.values for each in matrices])),))
+    return Parts(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
+
+
+def _split_numbers(x: Float[Array, "tokens in"], weight: Float[Array, "out in"]) -> Array:
+    """Multiply by a matrix, whose contraction is cut where the product has few tokens and items.
+
+    XLA cuts it, too, but adds the parts up at once, which is another launch before a kernel.
+    """
+    (tokens, inputs), outputs = x.shape, weight.shape[0]
+    items, parts = Items(-(-outputs // PART), PART, inputs // PART), 1
+    if tokens <= MOST_FEW and inputs % PART == 0:
+        parts = parts_of(items, float(items.columns), CORES)
+    if parts == 1:
+        return jnp.einsum("ti,oi->to", x, weight)
+    x, weight = (each.reshape(each.shape[0], parts, -1) for each in (x, weight))
+    return jnp.einsum("tpi,opi->pto", x, weight, preferred_element_type=jnp.float32)
 
 
 def project_gated(
@@ -248,7 +293,7 @@ def project_gated(
     products: Products = XLA_PRODUCTS,
 ) -> Float[Array, "tokens width"] | Codes:
     """Return what `down` multiplies: activation(gate x) * up x, perhaps as codes already."""
-    out_type = _result_type(x, None)
+    out_type = result_type(x)
     if _are_alike(x, gate_and_up):
         are_codes = _are_codes(down) and down.inputs is None and block_of(down) == BLOCK
         own = tuple(matrix.coded for matrix in gate_and_up)

@@ -1,0 +1,147 @@
+"""How heads get from the product with q, k and v to attention: a function of attention's table.
+
+xla       the model's own operations, then `AttentionBackend.write`: every platform and model
+pallas    one launch (`pallas_kernels/rope_write.py`) beside the attention kernels, where heads
+          are not exchanged and rotate by halves; it adds up what the product left in parts
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from shiftjax.arch.config import LayerKind, ModelConfig
+from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
+from shiftjax.models.products import Parts
+from shiftjax.parallel.layout import Layout
+
+
+class EntryShape(NamedTuple):
+    """The heads of a layer on a device, as the kernel sees them."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    half: int  # of what rotates; 0: nothing does
+    dtype: str  # of activations, a name of NumPy's
+    kv_dtype: str
+    # of q and k: eps, the weight is 1 more, rounded after the weight; None: there is none
+    norm: tuple[float, bool, bool] | None = None
+
+
+class Given(NamedTuple):
+    """What is done to heads; None: it is not."""
+
+    rope: tuple[jax.Array, jax.Array] | None  # cosines and sines, float32 `[tokens, half]`
+    biases: tuple[jax.Array, ...] | None  # of q, k and v, `[channels]`
+    norms: tuple[jax.Array, jax.Array] | None  # weights of q and k, `[head_dim]`
+
+
+# Returns queries as the backend's `attend` takes them, and the written pool.
+Run = Callable[[Parts, Given, LayerPool, AttentionMetadata, LayerTerms], tuple[Any, LayerPool]]
+Entry = Callable[[EntryShape], Run | None]  # None: the model's own operations
+
+
+def entry_shape(
+    model: ModelConfig, kind: LayerKind, types: tuple[DTypeLike, DTypeLike]
+) -> EntryShape:
+    """Return the heads of layers of a kind, all of them; `types` are of activations and of KV."""
+    own = model.rms_norm_eps, model.norm_offset, model.norm_in_float32
+    half, norm = model.rope_of(kind).width // 2, own if model.qk_norm else None
+    heads, names = (model.num_heads, model.num_kv_heads), (jnp.dtype(each).name for each in types)
+    return EntryShape(*heads, model.head_dim, half, *names, norm)
+
+
+def why_not_entered(model: ModelConfig, kind: LayerKind) -> str | None:
+    """Return what layers of a kind do to heads that the kernel does not; None: nothing."""
+    reasons = {
+        "neighbours are rotated, not halves": model.rope_interleaved and kind.has_rope,
+        "norms of q and k are over all heads": model.wide_qk_norm,
+        "norms of q and k follow the rotation": model.qk_unit_norm,
+        "each head has a norm of its own": model.qk_norm_by_head,
+        "norms of q and k subtract a mean": model.qk_norm and model.norm_centred,
+        "values are normed": model.value_unit_norm,
+        "values are keys": kind.keys_are_values,
+        "queries grow": model.rope_of(kind).growth is not None,
+        "heads have several shapes": len(model.head_shapes) > 1,
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), None)
+
+
+def tried_entry(layout: Layout, formats: Formats) -> EntryShape | None:
+    """Return the heads of a device with which the kernel is tried: of the first kind of layers.
+
+    None: it has those of no layer.
+    """
+    model = layout.model
+    types = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
+    for kind in model.kinds:
+        shape = entry_shape(model, kind, types)
+        if not why_not_entered(model, kind) and not wrong_shape(shape):
+            own = layout.heads_per_device, layout.kv_heads_per_device
+            return shape._replace(heads=own[0], kv_heads=own[1])
+    return None
+
+
+def why_not_traced(model: ModelConfig, types: tuple[DTypeLike, DTypeLike]) -> str | None:
+    """Return why heads are XLA's in some layers; None: the kernel has those of all."""
+    for kind in dict.fromkeys(model.kinds):
+        if reason := why_not_entered(model, kind):
+            return reason
+        if wrong := wrong_shape(entry_shape(model, kind, types)):
+            return "; ".join(wrong)
+    return None
+
+
+def wrong_shape(shape: EntryShape) -> list[str]:
+    """Say what the kernel cannot do, in its own words."""
+    from pallas_kernels.rope_write import wrong_heads
+
+    return wrong_heads(_heads(shape), shape.half, shape.kv_dtype)
+
+
+def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) -> Entry:
+    """Return the kernel. `scales` are those of a layer; `interpret` is for tests alone."""
+    from pallas_kernels.decode import ROW_TILE
+    from pallas_kernels.queries import Queries
+    from pallas_kernels.rope_write import Given as OfKernel
+    from pallas_kernels.rope_write import Projected, Target, rope_write
+
+    def entry(shape: EntryShape) -> Run | None:
+        if wrong_shape(shape):
+            return None
+        heads = _heads(shape)
+
+        def run(
+            parts: Parts,
+            given: Given,
+            pool: LayerPool,
+            metadata: AttentionMetadata,
+            terms: LayerTerms,
+        ) -> tuple[Queries, LayerPool]:
+            own, kv_heads = heads, shape.kv_heads
+            if metadata.work[terms.window].prefill is None:  # all are rows of the decode kernel
+                own = heads._replace(q_rows=-(-heads.group // ROW_TILE) * ROW_TILE)
+            target = Target(pool, metadata.slot_mapping, scales(terms), terms.first(pool))
+            q, pool = rope_write(Projected(*parts), OfKernel(*given), target, own, interpret)
+            values = q.reshape(q.shape[0], kv_heads, own.q_rows, shape.head_dim)
+            return Queries(values, shape.heads, jnp.dtype(shape.dtype)), pool
+
+        return run
+
+    return entry
+
+
+def _heads(shape: EntryShape) -> Any:
+    """Return what the kernel is compiled for; queries without zeros behind them."""
+    from pallas_kernels.mosaic import FP8
+    from pallas_kernels.rope_write import HeadNorm, Heads
+
+    heads, kv_heads, head_dim, _, dtype, kv_dtype, norm = shape
+    own = jnp.dtype(dtype)
+    q_dtype = jnp.dtype(jnp.float16) if jnp.dtype(kv_dtype) == FP8 else own  # holds every code
+    own = heads, kv_heads, head_dim, own, q_dtype, heads // kv_heads
+    return Heads(*own, None if norm is None else HeadNorm(*norm))
