@@ -111,7 +111,7 @@ class Attention(Part):
 
     def _exchanged(
         self, x: Activations, context: Context, parallel: Parallel
-    ) -> tuple[Float[Array, "tokens _ head_dim"], ...]:
+    ) -> tuple[Float[Array, "all_tokens _ head_dim"], ...]:
         """Return q, k and v of this device's heads, of all tokens, as they go to attention."""
         names = ("q", "k") if self.kind.keys_are_values else ("q", "k", "v")
         q, k, *others = self._heads(x, names, context)

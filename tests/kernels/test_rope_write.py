@@ -15,6 +15,7 @@ from pallas_kernels.rope_write import Given, HeadNorm, Heads, Projected, Target
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 6
 PADDED = 2  # tokens, the last
+ROUNDINGS = 6 * 2**-9  # of the product, its norm twice, its bias or weight, the rotation
 
 
 class Case(NamedTuple):
@@ -146,7 +147,7 @@ def errors(case: Case, step: Step, out: list[np.ndarray]) -> float:
     group = case.heads // case.kv_heads
     if q[:, :, group:].any():
         return np.inf
-    worst = off(q[:, :, :group].reshape(right_q.shape), right_q, 2**-7)
+    worst = off(q[:, :, :group].reshape(right_q.shape), right_q, ROUNDINGS)
     slots = np.asarray(step.target.slots)
     real = slots >= BLOCK_SIZE
     block, offset = np.divmod(slots[real], BLOCK_SIZE)
@@ -154,7 +155,7 @@ def errors(case: Case, step: Step, out: list[np.ndarray]) -> float:
         is_coded = case.kv_dtype == FP8
         scale = np.asarray(step.target.scales[i])[None, :, None] if is_coded else 1.0
         there = case.first + block, slice(None), offset
-        worst = max(worst, off(pool[there] * scale, new[real], 2**-4 if is_coded else 2**-7))
+        worst = max(worst, off(pool[there] * scale, new[real], 2**-4 if is_coded else ROUNDINGS))
         pool[there] = float64(old)[there]
         if (pool != float64(old)).any():
             return np.inf
@@ -174,8 +175,7 @@ def test_heads_are_rotated_and_in_their_slots(name):
 
 
 FAULTS = {
-    "the first head for all": ("plgpu.copy_smem_to_gmem(staged, out.at[work.tokens, head])",
-                               "plgpu.copy_smem_to_gmem(staged, out.at[work.tokens, 0])", "numbers"),
+    "the first head for all": ("out.at[work.tokens, head]", "out.at[work.tokens, 0]", "numbers"),
     "queries are those of the head before": ("* group + place", "* group + place - 1", "numbers"),
     "the rotation is turned round": ("a * cos - b * sin", "a * cos + b * sin", "numbers"),
     "values are rotated, too": ("if i == 0:", "if True:", "numbers"),
