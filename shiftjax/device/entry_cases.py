@@ -100,7 +100,8 @@ def _given(shape: EntryShape, step: EntryStep, normal: Callable[..., jax.Array])
     if step.has_bias:
         biases = tuple(normal(n * shape.head_dim).astype(dtype) for n in heads)
     if shape.norm is not None:
-        norms = tuple((1 + normal(shape.head_dim) / 4).astype(dtype) for _ in range(2))
+        own = (1 + normal(2, shape.head_dim) / 4).astype(dtype)
+        norms = own[0], own[1]
     return Given(rope, biases, norms)
 
 

@@ -51,8 +51,9 @@ def entry_shape(
     """Return the heads of layers of a kind, all of them; `types` are of activations and of KV."""
     own = model.rms_norm_eps, model.norm_offset, model.norm_in_float32
     half, norm = model.rope_of(kind).width // 2, own if model.qk_norm else None
-    heads, names = (model.num_heads, model.num_kv_heads), (jnp.dtype(each).name for each in types)
-    return EntryShape(*heads, model.head_dim, half, *names, norm)
+    dtype, kv_dtype = (jnp.dtype(each).name for each in types)
+    sizes = model.num_heads, model.num_kv_heads, model.head_dim, half
+    return EntryShape(*sizes, dtype, kv_dtype, norm)
 
 
 def why_not_entered(model: ModelConfig, kind: LayerKind) -> str | None:
@@ -125,10 +126,11 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
             own, kv_heads = heads, shape.kv_heads
             if metadata.work[terms.window].prefill is None:  # all are rows of the decode kernel
                 own = heads._replace(q_rows=-(-heads.group // ROW_TILE) * ROW_TILE)
-            target = Target(pool, metadata.slot_mapping, scales(terms), terms.first(pool))
-            q, pool = rope_write(Projected(*parts), OfKernel(*given), target, own, interpret)
+            k, v = pool
+            target = Target((k, v), metadata.slot_mapping, scales(terms), terms.first(pool))
+            q, written = rope_write(Projected(*parts), OfKernel(*given), target, own, interpret)
             values = q.reshape(q.shape[0], kv_heads, own.q_rows, shape.head_dim)
-            return Queries(values, shape.heads, jnp.dtype(shape.dtype)), pool
+            return Queries(values, shape.heads, jnp.dtype(shape.dtype)), written
 
         return run
 
