@@ -121,8 +121,8 @@ def _entry_of(shape: dict[str, Any]) -> EntryShape | None:
     """Return the heads that a kernel takes to attention, of a shape that was read."""
     if not (read := shape.get("entry")):
         return None
-    *own, norm = read
-    return EntryShape(*own, tuple(norm) if norm else None)
+    norm = read[-1]
+    return EntryShape(*read)._replace(norm=tuple(norm) if norm else None)
 
 
 class Problem(NamedTuple):

@@ -302,6 +302,11 @@ KERNELS_ROWS = (
         ("tests/kernels/test_prefill.py",), "a prompt knows what comes next",
     ),
     Mutant(
+        "a part of a product with q, k and v is lost", "kernels", "pallas_kernels/rope_write.py",
+        "range(parts.shape[0])", "range(parts.shape[0] - 1)",
+        ("tests/kernels/test_rope_write.py",), "heads of small steps are wrong",
+    ),
+    Mutant(
         "keys are rotated backwards", "kernels", "pallas_kernels/kv_write.py",
         "(b * cos + a * sin).astype(first.dtype)", "(b * cos - a * sin).astype(first.dtype)",
         ("tests/kernels/test_kv_write.py",), "positions of cached keys are wrong",

@@ -24,9 +24,9 @@ ROWS = (
     ),
     Mutant(
         "values are keys that are normed and rotated", "heads", LLAMA,
-        "parallel = parallel.of_heads(self.heads)\n        q, k, v",
+        "return parallel.scatter_heads(q, k, v)",
         "v = k if self.kind.keys_are_values else v\n"
-        "        parallel = parallel.of_heads(self.heads)\n        q, k, v",
+        "        return parallel.scatter_heads(q, k, v)",
         (PARITY,), "Gemma 4 31B is another model",
     ),
     Mutant(
