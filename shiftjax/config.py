@@ -258,7 +258,7 @@ class CacheOptions:
     kv_split: Literal["auto", "position", "replicate"] = option(
         "auto",
         "devices with the same heads of keys and values hold a part of the positions each, or "
-        "copies; auto: copies, unless these do not hold the longest context",
+        "copies; auto: copies, unless these do not hold the longest context, or are of latents",
     )
     prefix_caching: bool = option(
         True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)

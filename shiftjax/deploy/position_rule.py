@@ -53,13 +53,17 @@ def split_of(deployment: Deployment) -> Deployment | None:
 def _is_needed(
     config: EngineConfig, whole: Deployment, split: Deployment, devices: Devices
 ) -> bool:
-    """Whether a sequence as long as may be is held by split positions alone.
+    """Whether split positions hold a sequence as long as may be, and copies do not.
 
-    Kernels know nothing of them: what has such never splits unasked, nor what moves KV.
+    Kernels know nothing of positions: what has such never splits unasked, nor what moves KV.
+    Latents have no kernels, and a copy on every device: they always split.
     """
     moves = config.host.hosts != 1 or config.cache.host_bytes > 0
-    has_kernels = devices.has_kernels and config.compile.attention != "xla"
-    if moves or has_kernels or whole.num_blocks:
+    if moves or config.parallel.phases is not None or whole.num_blocks:
+        return False
+    if whole.layout.model.latent is not None:
+        return True
+    if devices.has_kernels and config.compile.attention != "xla":
         return False
     longest = (each.longest_in(each.memory(devices)) for each in (whole, split))
     return next(longest) < whole.max_model_len <= next(longest)

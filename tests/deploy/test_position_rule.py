@@ -49,6 +49,15 @@ def test_auto_splits_what_copies_would_not_hold(devices, given, splits):
     assert deployment.layout.by_position is splits
 
 
+@pytest.mark.parametrize(
+    ("given", "splits"),
+    [({}, True), ({"kv_split": "replicate"}, False), ({"host_memory": "1GiB"}, False)],
+)
+def test_latents_split_on_gpus_too(given, splits):
+    gpus = CPUS._replace(total_bytes=140 * GB, free_bytes=140 * GB, has_kernels=True)
+    assert resolved(PRESETS["deepseek-v2-lite"], gpus, **given).layout.by_position is splits
+
+
 def test_who_has_no_copies_is_told_that_nothing_changes(caplog):
     assert not resolved(LLAMA, kv_split="position").layout.by_position
     assert "kv_split = position changes nothing" in caplog.text
