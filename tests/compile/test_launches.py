@@ -19,6 +19,7 @@ pytestmark = pytest.mark.thorough
 
 FEW, MANY = 2, 4  # layers; XLA's choices have a period of two
 ATTENDING = ("decode_attention", "prefill_attention")
+APART = 3  # in BASE: heads that are exchanged rotate, are written and become codes apart
 CHUNKS = 1  # more where prompts are in the step: what joins their parts
 CASES = [
     Case(sp, tp, mode, size)
@@ -52,7 +53,7 @@ def test_a_layer_launches_what_costs_count(case, compiled):
     kinds = [one for one in found if one.kind in ("other", "kernel") and one.name not in ATTENDING]
     counted = engine.num_layer_launches(case.formats.dense, case.mode.sp > 1)
     if case.mode.sp > 1:
-        counted += 2 * engine.kernels_per_exchange + CHUNKS
+        counted += 2 * engine.kernels_per_exchange + CHUNKS + APART
     assert len(kinds) <= counted + 1, [one.name for one in found]
     if case.mode.sp == 1:
         assert len(kinds) >= counted - 1, [one.name for one in found]
