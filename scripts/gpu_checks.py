@@ -128,7 +128,9 @@ def config_of(kernel: Kernel) -> KernelConfig:
 
 def attention(kernel: Kernel, interpret: Any, q: jax.Array, kv: PagedKV, work: Any) -> jax.Array:
     """Run the kernels."""
-    return ragged_paged_attention(q, kv, work, options_of(kernel, interpret), config_of(kernel))
+    out = ragged_paged_attention(q, kv, work, options_of(kernel, interpret), config_of(kernel))
+    assert isinstance(out, jax.Array)  # no codes were asked for
+    return out
 
 
 def row_attention(
@@ -136,7 +138,9 @@ def row_attention(
 ) -> jax.Array:
     """Run the kernel of decode rows on rows alone: q[i] is row i."""
     config = config_of(kernel).decode
-    return decode_attention(q, kv, work, options_of(kernel, interpret), config)
+    out = decode_attention(q, kv, work, options_of(kernel, interpret), config)
+    assert isinstance(out, jax.Array)
+    return out
 
 
 def options_of(kernel: Kernel, interpret: Any = False) -> AttentionOptions:
