@@ -174,14 +174,11 @@ def test_drafts_gain_at_low_load(rate):
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.6])
 def test_the_choice_by_cost_does_not_lose_at_high_load(rate):
-    """Fixed lengths do; 4% are the steps that find out. A few steps more or less move one draw.
-
-    With sums by the switch, which this machine is without, it loses 7% at 0.6.
-    """
+    """Fixed lengths do; 4% are the steps that find out. A few steps more or less move one draw."""
     traces, acceptance = [poisson(30.0, 6.0, 600, 60, n) for n in (0, 1)], AcceptanceModel((rate,))
 
     def mean(*drafts):
-        rows = (row(trace, "cost", *drafts, target=NO_SWITCH) for trace in traces)
+        rows = (row(trace, "cost", *drafts) for trace in traces)
         return sum(each["completion_mean_seconds"] for each in rows) / len(traces)
 
     chosen = mean("auto", acceptance)
