@@ -18,7 +18,7 @@ from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
 from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
 from pallas_kernels.head_codes import Heads, no_heads, wrong_codes
 from pallas_kernels.mosaic import FP8, scales_in_memory
-from pallas_kernels.queries import Queries, by_kv_head
+from pallas_kernels.queries import Queries, by_kv_head, operand_type
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
@@ -52,7 +52,7 @@ def decode_attention(
         stages=count_stages(rows, head_dim, kv.k_pool.dtype, config),
         copy_tokens=copy_tokens,
         copies_per_block=block_size // copy_tokens,
-        dtype=jnp.dtype(jnp.float16 if kv.k_pool.dtype == FP8 else q.dtype),
+        dtype=operand_type(q.dtype, kv.k_pool.dtype),
         options=options,
     )
     count = min(q.shape[0], work.row_seq.shape[0])

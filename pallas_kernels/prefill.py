@@ -42,7 +42,7 @@ from pallas_kernels.prefill_work import (
     PrefillWork,
     tokens_per_warpgroup,
 )
-from pallas_kernels.queries import Queries, by_head
+from pallas_kernels.queries import Queries, by_head, operand_type
 
 SHARED_MEMORY_LIMIT = 227 * 1024  # bytes of a thread block
 OVERHEAD_BYTES = 3072  # barriers, alignment, and what reductions take
@@ -71,7 +71,7 @@ def prefill_attention(
         box=min(n, tokens),
         head_dim=head_dim,
         block_size=block_size,
-        dtype=jnp.dtype(jnp.float16) if kv.k_pool.dtype == FP8 else q.dtype,
+        dtype=operand_type(q.dtype, kv.k_pool.dtype),
         out_dtype=q.dtype,
         pool_dtype=kv.k_pool.dtype,
         options=options,

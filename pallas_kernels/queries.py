@@ -23,6 +23,12 @@ class Queries:
         return self.values.shape[0], self.heads, self.values.shape[-1]
 
 
+def operand_type(dtype: DTypeLike, pool_dtype: DTypeLike) -> DTypeLike:
+    """Return the type of what kernels of attention multiply; float16 holds every code of 8 bits."""
+    are_codes = jnp.dtype(pool_dtype) == jnp.float8_e4m3fn
+    return jnp.dtype(jnp.float16 if are_codes else dtype)
+
+
 def by_kv_head(
     q: jax.Array | Queries, size: tuple[int, int, int], dtype: DTypeLike
 ) -> Float[Array, "count kv_heads rows head_dim"]:

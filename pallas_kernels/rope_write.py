@@ -22,9 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32, Shaped
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.call import KVScales
+from pallas_kernels.head_terms import Given, Projected
 from pallas_kernels.kv_write import Blocks, staged_heads, stored
 from pallas_kernels.mosaic import FP8, scales_in_memory, scales_of_head, store
 
@@ -63,30 +64,6 @@ class Heads(NamedTuple):
     def channels(self) -> int:
         """Of q, k and v."""
         return (self.q + 2 * self.kv) * self.head_dim
-
-
-class Projected(NamedTuple):
-    """What a product with q, k and v has given: of each, or of all, joined in this order.
-
-    `[tokens, channels]`; parts of the contraction are float32 `[parts, channels, rows]`, or
-    `[parts, tokens, channels]`, joined. There may be more channels and rows than are wanted.
-    """
-
-    values: tuple[Shaped[Any, "..."], ...]
-    turned: bool = False  # channels come before rows
-
-    @property
-    def is_split(self) -> bool:
-        """Whether parts are to be added up."""
-        return len(self.values[0].shape) == 3
-
-
-class Given(NamedTuple):
-    """What is done to heads; None: it is not."""
-
-    rope: tuple[Any, Any] | None = None  # cosines and sines, float32 `[tokens, half]`
-    biases: tuple[Any, ...] | None = None  # of q, k and v, `[channels]`
-    norms: tuple[Any, Any] | None = None  # weights of q and k, `[head_dim]`
 
 
 class Target(NamedTuple):

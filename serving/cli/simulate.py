@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pallas_kernels.sum_sizes import LEAST_DEVICES
 from serving.bench.flags import meshes_of
 from serving.cli.advise import Sought, decide, is_asked
 from serving.cli.asked import asked_of, fleet_flags
@@ -181,7 +182,7 @@ def _of_switch(target: Target) -> str:
         return ""
     return (
         "sums of SHIFT over all devices are those of the switch (jax 0.12; nobody has run the "
-        "kernels), where one group has all of 6 devices or more\n"
+        f"kernels), where one group has all of {LEAST_DEVICES} devices or more\n"
     )
 
 

@@ -105,11 +105,11 @@ class LayerCosts:
         kernels -= sum(move.num_times for move in switched)  # of norms
         kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         beside = self._elementwise_seconds(mode, num_tokens, parts, part)
+        moving = self.move(moves) + self.switch.seconds(mode, num_tokens, switched)
         cost = StepCost(
             matmul=count * products,
             elementwise=count * beside,
-            collectives=count
-            * (self.move(moves) + self.switch.seconds(mode, num_tokens, switched)),
+            collectives=count * moving,
             launch=count * kernels * self.machine.kernel_seconds * self.kernels.queueing,
         )
         return cost, count * kernels

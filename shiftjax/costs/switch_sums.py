@@ -2,9 +2,8 @@
 
 Such a sum takes along the norm behind it (`models/sum_backend.py`): a launch does both, and a
 collective's latency holds its launch, so that the norm's is one launch less. In two shots a device
-norms its own rows alone. Only sums over all
-devices of one host qualify: those of SHIFT. The last sum of a model is a collective's, and is
-priced as the others.
+norms its own rows alone. Only sums over all devices of one host qualify: those of SHIFT. The last
+sum of a model is a collective's, and is priced as the others.
 """
 
 from typing import NamedTuple

@@ -348,12 +348,16 @@ class Deployment:
         of_experts = choose(self.layout.base, most).sp
         return temporary_bytes(self.layout, self.formats, most, shifted, rows, of_experts)
 
-    def sum_buffer_bytes(self, wanted: Mapping[int, Mapping[Bucket, Iterable[Mode]]]) -> int:
+    def sum_buffer_bytes(
+        self, wanted: Mapping[int, Mapping[Bucket, Iterable[Mode]]], *, has_switch: bool = True
+    ) -> int:
         """Bytes of a GPU that sums hold outside of JAX's share of it, if NVLink joins the devices.
 
         `wanted` are the programs, by units of a group. Of a pipeline, those of the fullest stage.
+        `has_switch` says whether a switch that adds up may join them, too.
         """
-        return self.switch_buffer_bytes(wanted) + max(
+        by_switch = self.switch_buffer_bytes(wanted) if has_switch else 0
+        return by_switch + max(
             sum(
                 sum_buffer_bytes(each.layout, each.formats, wanted[width])
                 for width, each in stage.by_width.items()

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.head_terms import Given, Projected
 from shiftjax.device.expert_cases import wrong_rows
 from shiftjax.device.mesh import on_each
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, write_kv
 from shiftjax.models.attention_backend import AttentionBackend
-from shiftjax.models.entry_backend import EntryShape, Given
+from shiftjax.models.entry_backend import EntryShape
 from shiftjax.models.layers import Rope, apply_rope, rms_norm
-from shiftjax.models.products import Parts
 from shiftjax.parallel.grid import Device
 
 FEW, MANY = 20, 200  # tokens; both fill no tile of 16
@@ -46,7 +46,7 @@ class EntryStep(NamedTuple):
 class Arrays(NamedTuple):
     """What a step is given."""
 
-    parts: Parts
+    parts: Projected
     given: Given
     pool: LayerPool
     slots: Any
@@ -83,7 +83,7 @@ def draw(shape: EntryShape, step: EntryStep) -> Arrays:
     slots = jnp.where(jnp.arange(tokens) % 8 == 7, 3, slots).astype(jnp.int32)
     scales = jnp.exp2(jax.random.uniform(next(keys), (2, shape.kv_heads), minval=-2, maxval=2))
     return Arrays(
-        Parts(values, "turned" in step.kind),
+        Projected(values, "turned" in step.kind),
         _given(shape, step, normal),
         (pool[0], pool[1]),
         slots,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pallas_kernels.head_terms import Given
 from shiftjax.models.attention import LayerPool, LayerTerms
-from shiftjax.models.entry_backend import EntryShape, Given, entry_shape, why_not_entered
+from shiftjax.models.entry_backend import EntryShape, entry_shape, why_not_entered
 from shiftjax.models.layers import Context
 from shiftjax.models.products import Activations, result_type
 

@@ -8,14 +8,13 @@ pallas    one launch (`pallas_kernels/rope_write.py`) beside the attention kerne
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.head_terms import Given, Projected
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
-from shiftjax.models.products import Parts
 from shiftjax.parallel.layout import Layout
 
 
@@ -32,16 +31,8 @@ class EntryShape(NamedTuple):
     norm: tuple[float, bool, bool] | None = None
 
 
-class Given(NamedTuple):
-    """What is done to heads; None: it is not."""
-
-    rope: tuple[jax.Array, jax.Array] | None  # cosines and sines, float32 `[tokens, half]`
-    biases: tuple[jax.Array, ...] | None  # of q, k and v, `[channels]`
-    norms: tuple[jax.Array, jax.Array] | None  # weights of q and k, `[head_dim]`
-
-
 # Returns queries as the backend's `attend` takes them, and the written pool.
-Run = Callable[[Parts, Given, LayerPool, AttentionMetadata, LayerTerms], tuple[Any, LayerPool]]
+Run = Callable[[Projected, Given, LayerPool, AttentionMetadata, LayerTerms], tuple[Any, LayerPool]]
 Entry = Callable[[EntryShape], Run | None]  # None: the model's own operations
 
 
@@ -108,8 +99,7 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
     """Return the kernel. `scales` are those of a layer; `interpret` is for tests alone."""
     from pallas_kernels.decode import ROW_TILE
     from pallas_kernels.queries import Queries
-    from pallas_kernels.rope_write import Given as OfKernel
-    from pallas_kernels.rope_write import Projected, Target, rope_write
+    from pallas_kernels.rope_write import Target, rope_write
 
     def entry(shape: EntryShape) -> Run | None:
         if wrong_shape(shape):
@@ -117,7 +107,7 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
         heads = _heads(shape)
 
         def run(
-            parts: Parts,
+            projected: Projected,
             given: Given,
             pool: LayerPool,
             metadata: AttentionMetadata,
@@ -128,7 +118,7 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
                 own = heads._replace(q_rows=-(-heads.group // ROW_TILE) * ROW_TILE)
             k, v = pool
             target = Target((k, v), metadata.slot_mapping, scales(terms), terms.first(pool))
-            q, written = rope_write(Projected(*parts), OfKernel(*given), target, own, interpret)
+            q, written = rope_write(projected, given, target, own, interpret)
             values = q.reshape(q.shape[0], kv_heads, own.q_rows, shape.head_dim)
             return Queries(values, shape.heads, jnp.dtype(shape.dtype)), written
 
@@ -139,11 +129,9 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
 
 def _heads(shape: EntryShape) -> Any:
     """Return what the kernel is compiled for; queries without zeros behind them."""
-    from pallas_kernels.mosaic import FP8
+    from pallas_kernels.queries import operand_type
     from pallas_kernels.rope_write import HeadNorm, Heads
 
     heads, kv_heads, head_dim, _, dtype, kv_dtype, norm = shape
-    own = jnp.dtype(dtype)
-    q_dtype = jnp.dtype(jnp.float16) if jnp.dtype(kv_dtype) == FP8 else own  # holds every code
-    own = heads, kv_heads, head_dim, own, q_dtype, heads // kv_heads
-    return Heads(*own, None if norm is None else HeadNorm(*norm))
+    own = heads, kv_heads, head_dim, jnp.dtype(dtype), operand_type(dtype, kv_dtype)
+    return Heads(*own, heads // kv_heads, None if norm is None else HeadNorm(*norm))

@@ -84,10 +84,9 @@ def localised(inputs: Any, neighbours: Neighbours, windows: tuple[Window | None,
     """
     positions, place = neighbours.positions, neighbours.place
     metadata, late = inputs.attention, inputs.late
-    works = zip(metadata.work, windows, strict=True)
-    of_rows = [(work, (work.rows, window)) for work, window in works]
     own = tuple(
-        work._replace(rows=_cut(*given, inputs.positions, neighbours)) for work, given in of_rows
+        work._replace(rows=_cut(work.rows, window, inputs.positions, neighbours))
+        for work, window in zip(metadata.work, windows, strict=True)
     )
     slots = positions.own_slots(metadata.slot_mapping, place)
     if late is not None:

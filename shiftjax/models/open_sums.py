@@ -107,11 +107,8 @@ class TwoShots(NamedTuple):
         from pallas_kernels.sum_rows import Group, sum_norm_rows
 
         assert stream.addend is not None
-        given, group = (
-            _given(self.norms.get(name), self.nth, weight),
-            Group(ALL_AXES, self.counters),
-        )
-        kind = _kind(config, codes=codes)
+        given = _given(self.norms.get(name), self.nth, weight)
+        kind, group = _kind(config, codes=codes), Group(ALL_AXES, self.counters)
         x, *normed = sum_norm_rows(stream.addend.values, stream.x, given, kind, group)
         return Stream(x), Codes(*normed) if codes else normed[0]
 

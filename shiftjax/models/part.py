@@ -6,13 +6,13 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import CodeKind
+from pallas_kernels.head_terms import Projected
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.products import (
     Activations,
     Matrix,
-    Parts,
     block_of,
     project_in,
     project_joined,
@@ -62,7 +62,7 @@ class Part(nnx.Module):
 
     def parts_of(
         self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
-    ) -> Parts:
+    ) -> Projected:
         """Multiply by column-parallel matrices, for a kernel that adds up parts of the sums."""
         return project_parts(x, tuple(map(self._column, names)), products)
 

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Real
 
 from pallas_kernels.grouped_split import PART, Items, parts_of
+from pallas_kernels.head_terms import Projected
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
@@ -244,30 +245,19 @@ def project_joined(
     return [project_out(x, matrix, products, out_type) for matrix in matrices]
 
 
-class Parts(NamedTuple):
-    """What a product with several matrices has given, for a kernel that puts it together.
-
-    An array `[tokens, out]` for each, or one for all, joined; or float32 `[parts, tokens, out]` of
-    parts of the contraction, to be added up and rounded, joined: `turned`, `[parts, out, rows]`.
-    """
-
-    values: tuple[Array, ...]
-    turned: bool = False
-
-
 def project_parts(
     x: Activations, matrices: tuple[Matrix, ...], products: Products = XLA_PRODUCTS
-) -> Parts:
+) -> Projected:
     """Multiply by column-parallel matrices, and leave the sums of a split contraction open."""
     out_type = result_type(x)
     if _are_alike(x, matrices):
         codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
         if (out := products.codes.parts(codes, own, out_type)) is not None:
-            return Parts((out,), turned=out.ndim == 3)
+            return Projected((out,), turned=out.ndim == 3)
         x = codes
     elif not isinstance(x, Codes) and all(matrix.scale is None for matrix in matrices):
-        return Parts((_split_numbers(x, jnp.concatenate([each.values for each in matrices])),))
-    return Parts(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
+        return Projected((_split_numbers(x, jnp.concatenate([each.values for each in matrices])),))
+    return Projected(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
 
 
 def _split_numbers(x: Float[Array, "tokens in"], weight: Float[Array, "out in"]) -> Array:

@@ -149,9 +149,8 @@ def sum_buffers_of(target: Target, deployment: Deployment) -> int:
         costs = cost_model(target, of_width)
         policy, modes = policy_of(of_width, costs, costs), modes_of(costs, of_width)
         wanted[width] = wanted_modes(policy, of_width.buckets, modes)
-    by_switch = target.engine.sums_by_switch and target.machine.switch_sum
-    unused = 0 if by_switch else deployment.switch_buffer_bytes(wanted)
-    return deployment.sum_buffer_bytes(wanted) - unused
+    has_switch = target.engine.sums_by_switch and bool(target.machine.switch_sum)
+    return deployment.sum_buffer_bytes(wanted, has_switch=has_switch)
 
 
 def sized_of(target: Target, deployment: Deployment) -> Deployment:
