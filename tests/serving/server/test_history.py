@@ -87,7 +87,7 @@ def test_a_fixed_policy_is_told_as_it_is(name):
 
 def test_a_policy_by_cost_tells_what_it_predicts():
     engine = make_engine()
-    buckets = [Bucket(tokens, 16) for tokens in (2048, 16)]
+    buckets = [Bucket(tokens, 16) for tokens in (8192, 16)]
     h100 = load_machine("h100x8"), load_engine("shiftjax"), Formats()
     costs = CostModel(Layout(PRESETS["llama-70b"], 4, 2), *h100, buckets)
     engine.policy, engine.lanes[0].modes = make_policy("cost", 0, costs), Group(0, 4).modes
@@ -95,7 +95,7 @@ def test_a_policy_by_cost_tells_what_it_predicts():
     assert (choice["policy"], choice["threshold"]) == ("cost", None)
     assert [mode["label"] for mode in choice["modes"]] == ["base", "sp2", "shift"]
     (few, at_few), (many, at_many) = choice["predicted"]
-    assert (few, many) == (16, 2048)
+    assert (few, many) == (16, 8192)
     assert at_few["shift"] < at_few["sp2"] < at_few["base"]
     assert at_many["base"] < at_many["sp2"] < at_many["shift"]
     assert at_few["shift"] == costs.mode_seconds(Mode(4, 1), (16, 16))
