@@ -602,14 +602,9 @@ def _pool_holds_a_sequence(
 
 
 def _positions_stay_where_they_are(
-    kv_split: str, fleet: bool, phases: str | None, hosts: int | None, host_memory: str
+    kv_split: str, fleet: bool, phases: str | None, hosts: int | None
 ) -> str | None:
-    given = {
-        "fleet": fleet,
-        "phases": phases is not None,
-        "hosts": hosts != 1,
-        "host_memory": num_bytes_of(host_memory) > 0,
-    }
+    given = {"fleet": fleet, "phases": phases is not None, "hosts": hosts != 1}
     beside = [name for name, is_given in given.items() if is_given]
     if kv_split != "position" or not beside:
         return None

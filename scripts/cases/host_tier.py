@@ -23,7 +23,9 @@ import numpy as np
 from cases.kit import Row, compared, medians, spent
 
 from shiftjax import LLM, SamplingParams
-from shiftjax.host_tier.store_device import Shard, piece
+from shiftjax.host_tier.store_device import Row as HeldRow
+from shiftjax.host_tier.store_device import Rows, Shard, piece
+from shiftjax.parallel.positions import Positions
 
 BLOCK_SIZE = 16
 ENGINES = {"without": "0", "with": "1GiB"}  # host memory
@@ -56,16 +58,20 @@ def summary(rows: Sequence[Row]) -> Row:
 
 def assembly(rounds: int) -> Row:
     """Bytes a second, and a CPU second, of what has to be copied together for another layout."""
-    each, heads = 8, tuple(range(8))
+    each, heads, whole = 8, tuple(map(HeldRow, range(8))), Positions(1, BLOCK_SIZE)
     size = 2 * each, len(heads), 512, 128
     shards = [
-        Shard(np.full(size, stage, np.int16), range(each * stage, each * (stage + 1)), heads)
+        Shard(
+            np.full(size, stage, np.int16),
+            range(each * stage, each * (stage + 1)),
+            Rows(heads, whole),
+        )
         for stage in range(8)
     ]
 
     def join() -> None:
         for head in heads:
-            piece(shards, range(8 * each), (head,), len(heads))
+            piece(shards, range(8 * each), Rows((head,), whole), len(heads))
 
     taken = medians((spent(join)[1] for _ in range(rounds)), 9)
     num_bytes = sum(shard.values.nbytes for shard in shards)

@@ -55,11 +55,10 @@ def _is_needed(
 ) -> bool:
     """Whether split positions hold a sequence as long as may be, and copies do not.
 
-    Kernels know nothing of positions: what has such never splits unasked, nor what moves KV.
+    Kernels know nothing of positions: what has such never splits unasked, nor what spans hosts.
     Latents have no kernels, and a copy on every device: they always split.
     """
-    moves = config.host.hosts != 1 or config.cache.host_bytes > 0
-    if moves or config.parallel.phases is not None or whole.num_blocks:
+    if config.host.hosts != 1 or whole.num_blocks:
         return False
     if whole.layout.model.latent is not None:
         return True

@@ -32,8 +32,9 @@ from shiftjax.device.pool import (
     write_blocks,
 )
 from shiftjax.host_tier.extents import EXTENT_SIZES
-from shiftjax.host_tier.store_device import Alike, Extents, Part, piece, shards_of
+from shiftjax.host_tier.store_device import Alike, Extents, Part, Row, Rows, piece, shards_of
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import Positions
 
 COPIERS = ThreadPoolExecutor(thread_name_prefix="host-copies")  # NumPy copies without the lock
 Extent = list[jax.Array]  # an array for each set of entries that look alike
@@ -44,20 +45,30 @@ class _Set(NamedTuple):
 
     alike: Alike
     layers: range  # of those of the model that have them
-    rows: list[tuple[int, ...]]  # of each device
+    held: list[Rows]  # of each device
     num_rows: int  # of the model
 
+    @property
+    def of_all(self) -> Rows:
+        """The rows of all devices, one after the other."""
+        first, *_ = self.held
+        return first._replace(rows=sum((each.rows for each in self.held), ()))
 
-def _sets_of(layout: Layout) -> list[_Set]:
+
+def _sets_of(layout: Layout, block_size: int) -> list[_Set]:
     """Return the sets of entries, in the order of an extent's arrays."""
-    sets, places = [], range(layout.num_devices)
+    sets = []
+    positions = layout.positions(block_size) or Positions(1, block_size)
     for cache in layout.model.caches:
         own = layout.shapes[cache.heads]
         layers = range(cache.first, cache.first + len(cache.places))
         for alike in cache.spec.alike:
             entry = cache.spec.entries[alike[0]]
-            rows = [own.cached_rows(entry, place) for place in places]
-            sets.append(_Set(Alike(cache.heads, alike), layers, rows, entry.rows))
+            held = []
+            for device in range(layout.num_devices):
+                run, numbers = device % positions.ways, own.cached_rows(entry, device)
+                held.append(Rows(tuple(Row(each, run) for each in numbers), positions))
+            sets.append(_Set(Alike(cache.heads, alike), layers, held, entry.rows))
     return sets
 
 
@@ -72,7 +83,7 @@ class HostTier:
         self._devices = list(mesh.devices.flat)
         self._device = named(mesh, extent_spec())
         self._host = self._device.with_memory_kind("pinned_host")
-        self._sets = _sets_of(layout)
+        self._sets = _sets_of(layout, pool.block_size)
         self._gathers, self._scatters = compile_transfers(mesh, layout, pool)
 
     def try_out(self, pools: FlatPools) -> FlatPools:
@@ -93,7 +104,7 @@ class HostTier:
         extent = self._gathers[len(blocks)](pools, np.array(blocks, np.int32))
         on_host = [jax.device_put(array, self._host) for array in extent]
         for own, array in zip(self._sets, on_host, strict=True):
-            part = Part(array, own.alike, own.layers, sum(own.rows, ()))
+            part = Part(array, own.alike, own.layers, own.of_all)
             self._extents.setdefault(number, []).append(part)
         self._follow(on_host, len(blocks))
 
@@ -131,13 +142,14 @@ class HostTier:
 
     def _fetch_alike(self, own: _Set, parts: Sequence[Part]) -> jax.Array:
         for part in parts:
-            if part.array.sharding == self._host and part.layers == own.layers:
+            is_own = part.held == own.of_all and part.layers == own.layers
+            if is_own and part.array.sharding == self._host:
                 return jax.device_put(part.array, self._device)
         shards = shards_of(parts)
-        made = COPIERS.map(lambda rows: piece(shards, own.layers, rows, own.num_rows), own.rows)
+        made = COPIERS.map(lambda rows: piece(shards, own.layers, rows, own.num_rows), own.held)
         pieces = list(made)
         num, _, *size = pieces[0].shape
-        shape = num, sum(map(len, own.rows)), *size
+        shape = num, len(own.of_all.rows), *size
         make: Any = jax.make_array_from_single_device_arrays
         on_devices = jax.device_put(pieces, self._devices)
         return make(shape, self._device, on_devices)

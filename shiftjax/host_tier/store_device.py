@@ -11,6 +11,9 @@ tokens of a row; of keys and values these are heads:
 
     layers 0-3   | h0 h1 | h2 h3 |    layers 0-3   | h0 h1 |        layers 0-3  | h0 h1 h2 h3 |
     layers 4-7   | h0 h1 | h2 h3 |    layers 4-7   | h0 h1 |
+
+Where devices split positions (`parallel/positions.py`) a row has one run of each block. Runs of two
+layouts share one range of tokens in a block, or none, and that is copied, of all blocks at once.
 """
 
 from collections.abc import Sequence
@@ -18,6 +21,8 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+
+from shiftjax.parallel.positions import Positions
 
 
 class Alike(NamedTuple):
@@ -27,13 +32,27 @@ class Alike(NamedTuple):
     places: tuple[int, ...]  # in the spec of such a layer
 
 
+class Row(NamedTuple):
+    """What a device has of a row of an entry: one run of every block."""
+
+    number: int  # in the entry
+    run: int = 0  # 0 alone where devices do not split positions
+
+
+class Rows(NamedTuple):
+    """Rows that devices have one after the other, and how their blocks are split."""
+
+    rows: tuple[Row, ...]
+    positions: Positions
+
+
 class Part(NamedTuple):
     """What one stage of the writer has of some entries of an extent, in `pinned_host` memory."""
 
     array: jax.Array  # [layers * entries, rows of all devices, tokens, width]
     entries: Alike
     layers: range  # of those of the model that have such entries
-    rows: tuple[int, ...]  # of the entries, in the order of devices, which may hold the same ones
+    held: Rows  # of the entries, in the order of devices, which may hold the same ones
 
 
 Extents = dict[int, list[Part]]  # by number; of all groups and stages of an engine
@@ -44,17 +63,27 @@ class Shard(NamedTuple):
 
     values: np.ndarray  # [layers * entries, rows, tokens, width]
     layers: range
-    rows: tuple[int, ...]
+    held: Rows
 
     @property
     def num_entries(self) -> int:
         """Entries of each layer."""
         return len(self.values) // len(self.layers)
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the extent."""
+        return self.values.shape[2] // self.held.positions.block
+
     def of_layers(self, layers: range) -> np.ndarray:
         """The entries of some of its layers."""
         start, num = layers.start - self.layers.start, self.num_entries
         return self.values[num * start : num * (start + len(layers))]
+
+    def blocks_of(self, layers: range, place: int) -> np.ndarray:
+        """Its row at a place, by blocks: `[layers * entries, blocks, tokens, width]`."""
+        values = self.of_layers(layers)[:, place]
+        return values.reshape(len(values), self.num_blocks, -1, values.shape[-1])
 
 
 def shards_of(parts: Sequence[Part]) -> list[Shard]:
@@ -63,35 +92,60 @@ def shards_of(parts: Sequence[Part]) -> list[Shard]:
     for part in parts:
         for shard in part.array.addressable_shards:
             values, first = np.asarray(shard.data), shard.index[1].start or 0
-            found.append(Shard(values, part.layers, part.rows[first : first + values.shape[1]]))
+            rows = part.held.rows[first : first + values.shape[1]]
+            found.append(Shard(values, part.layers, part.held._replace(rows=rows)))
     return found
 
 
-def piece(shards: Sequence[Shard], layers: range, rows: Sequence[int], num_rows: int) -> np.ndarray:
+def piece(shards: Sequence[Shard], layers: range, wanted: Rows, num_rows: int) -> np.ndarray:
     """What a device needs of an extent: `[layers * entries, rows, tokens, width]`.
 
     Where one device has written all of it, that is a view. Rows from `num_rows` on are padding,
-    zeros, as no weights lead to them. Raises KeyError if the extent lacks a layer or row.
+    zeros, as no weights lead to them. Raises KeyError if the extent lacks a layer or row, and
+    ValueError if its blocks have other numbers of tokens.
     """
+    rows, positions = wanted
     for shard in shards:
-        first = shard.rows.index(rows[0]) if rows[0] in shard.rows else 0
-        found = slice(first, first + len(rows))
-        if shard.rows[found] == tuple(rows) and common(layers, shard.layers) == layers:
-            return shard.of_layers(layers)[:, found]
-    (_, _, *size), num = shards[0].values.shape, shards[0].num_entries
-    made = np.zeros((num * len(layers), len(rows), *size), shards[0].values.dtype)
-    missing = {(layer, row) for layer in layers for row in rows if row < num_rows}
+        if shard.held.positions.stripe != positions.stripe:
+            sizes = f"{shard.held.positions.stripe} tokens, not {positions.stripe}"
+            raise ValueError(f"Blocks of an extent have {sizes}.")
+        held = shard.held.rows
+        first = held.index(rows[0]) if rows[0] in held else 0
+        found = Rows(held[first : first + len(rows)], shard.held.positions)
+        if found == wanted and common(layers, shard.layers) == layers:
+            return shard.of_layers(layers)[:, first : first + len(rows)]
+    num, num_blocks, width = shards[0].num_entries, shards[0].num_blocks, shards[0].values.shape[-1]
+    shape = num * len(layers), len(rows), num_blocks, positions.block, width
+    made = np.zeros(shape, shards[0].values.dtype)
+    # Which tokens of a block are there yet; padding is.
+    is_there = np.zeros((len(layers), len(rows), positions.block), bool)
+    is_there[:, [row.number >= num_rows for row in rows]] = True
     for shard in shards:
         shared = common(layers, shard.layers)
-        start = num * (shared.start - layers.start)
+        start = shared.start - layers.start
+        of_layers = slice(num * start, num * (start + len(shared)))
         for place, row in enumerate(rows):
-            if row in shard.rows and (shared.start, row) in missing:
-                values = shard.of_layers(shared)[:, shard.rows.index(row)]
-                made[start : start + len(values), place] = values
-        missing -= {(layer, row) for layer in shared for row in shard.rows}
-    if missing:
-        raise KeyError(f"The host has not all of an extent: layers and rows {sorted(missing)}.")
-    return made
+            for source, own in enumerate(shard.held.rows):
+                ours, theirs = _common_tokens(row, positions, own, shard.held.positions)
+                there = is_there[start : start + len(shared), place, ours]
+                if own.number == row.number and not there.all():
+                    values = shard.blocks_of(shared, source)[:, :, theirs]
+                    made[of_layers, place, :, ours] = values
+                    there[:] = True
+    if not is_there.all():
+        lacks = sorted((layers[i], *rows[j]) for i, j in set(zip(*np.where(~is_there)[:2])))
+        raise KeyError(f"The host has not all of an extent: layers, rows and runs {lacks}.")
+    return made.reshape(*shape[:2], -1, width)
+
+
+def _common_tokens(
+    one: Row, positions: Positions, other: Row, theirs: Positions
+) -> tuple[slice, slice]:
+    """Return where the tokens of a block that both runs have are in the one and in the other."""
+    first, second = one.run * positions.block, other.run * theirs.block
+    begin = max(first, second)
+    end = max(begin, min(first + positions.block, second + theirs.block))
+    return slice(begin - first, end - first), slice(begin - second, end - second)
 
 
 def common(one: range, other: range) -> range:

@@ -38,7 +38,8 @@ def resolve_phases(
     num_bytes = config.cache.host_bytes or int(HOST_SHARE * host_bytes)
     if not num_bytes:
         raise ConfigError([f"phases = {config.parallel.phases} needs host_memory, say 8GiB"])
-    cache = replace(config.cache, preemption="swap", host_memory=str(num_bytes))
+    swapping = {"preemption": "swap", "host_memory": str(num_bytes), "kv_split": "replicate"}
+    cache = replace(config.cache, **swapping)
     cache = keeping_blocks(cache, model, "phases exchange whole blocks")
     config = replace(config, cache=cache)
     found: dict[Phase, Deployment] = {}

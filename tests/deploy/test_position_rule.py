@@ -26,6 +26,7 @@ def test_a_block_is_as_large_on_a_device_and_holds_more_tokens():
     whole, split = (resolved(kv_split=by) for by in ("replicate", "position"))
     assert (whole.block_size, split.block_size) == (16, 64)
     assert whole.block_bytes == split.block_bytes
+    assert whole.host_block_bytes == split.host_block_bytes  # of 4 times as many tokens
     memories = whole.memory(CPUS), split.memory(CPUS)
     assert memories[0].kv_token_bytes == 4 * memories[1].kv_token_bytes
     assert split.memory(CPUS).num_kv_tokens >= 4 * memories[0].num_kv_tokens
@@ -39,7 +40,7 @@ def test_a_block_is_as_large_on_a_device_and_holds_more_tokens():
         (CPUS, {}, False),  # copies hold the longest context
         (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {}, True),
         (CPUS._replace(total_bytes=2 * GB, free_bytes=2 * GB), {}, False),  # neither does
-        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {"host_memory": "1GiB"}, False),
+        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {"host_memory": "1GiB"}, True),
         (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB, has_kernels=True), {}, False),
     ],
 )
@@ -51,7 +52,7 @@ def test_auto_splits_what_copies_would_not_hold(devices, given, splits):
 
 @pytest.mark.parametrize(
     ("given", "splits"),
-    [({}, True), ({"kv_split": "replicate"}, False), ({"host_memory": "1GiB"}, False)],
+    [({}, True), ({"kv_split": "replicate"}, False), ({"host_memory": "1GiB"}, True)],
 )
 def test_latents_split_on_gpus_too(given, splits):
     gpus = CPUS._replace(total_bytes=140 * GB, free_bytes=140 * GB, has_kernels=True)

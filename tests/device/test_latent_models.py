@@ -85,6 +85,11 @@ FEATURES = [
     ("positions", {"sp": 2, "tp": 2, "kv_split": "position"}),
     ("positions, drafts", {"sp": 4, "tp": 2, "kv_split": "position", "speculation": "suffix"}),
     ("positions, recompute", SMALL | {"num_blocks": 20, "kv_split": "position"}),
+    (
+        "positions, swap",
+        SMALL
+        | {"num_blocks": 20, "kv_split": "position", "preemption": "swap", "host_memory": "1m"},
+    ),
     ("positions, stages", {"sp": 2, "tp": 1, "pp": 2, "kv_split": "position"}),
 ]
 
@@ -98,7 +103,8 @@ FEATURES = [
 def test_what_the_engine_does_beside_steps_changes_no_token(feature, options):
     built = serve("deepseek_v3", **options)
     preemptions = built.engine.stats().num_preemptions
-    assert feature not in preemptions or preemptions[feature] > 0
+    kind = feature.removeprefix("positions, ")
+    assert kind not in preemptions or preemptions[kind] > 0
     layout = built.runners[0].step.layout
     assert layout.position_ways == (layout.num_devices if "positions" in feature else 1)
 

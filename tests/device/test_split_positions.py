@@ -16,6 +16,8 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.speculation import DraftStats
+from shiftjax.host_tier.extents import HostBlocks
+from shiftjax.host_tier.host_stats import HostStats
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 TWO_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
@@ -175,3 +177,61 @@ def test_layers_of_rows_alone_and_stages(model, degrees, more):
     built = split(directory, *degrees, **more)
     assert all(runner.step.attention.localise for runner in built.runners)
     assert answers(built, prompts) == expected(config, tensors, prompts)
+
+
+@pytest.mark.costs(20)
+@pytest.mark.parametrize(("sp", "tp", "num_blocks"), [(2, 2, 22), *thorough((4, 2, 14))])
+def test_runs_of_stripes_are_swapped_out_and_found_again_on_the_host(sp, tp, num_blocks):
+    """In random modes, with extents of one budget to the byte; nothing is compiled by it."""
+    directory, config, tensors = checkpoint(**TWO_HEADS)
+    sizes = {"num_blocks": num_blocks, "max_model_len": 90, "token_buckets": [8, 32]}
+    built = split(directory, sp, tp, preemption="swap", host_memory="400KB", **sizes)
+    counter, bytes_before = CompileCounter(), pool_bytes(built)
+    counter.start()
+    for seed in (0, 1, 2, 0):
+        prompts = crowd(seed)
+        assert answers(built, prompts, seed) == expected(config, tensors, prompts)
+    counter.stop()
+    stats, (runner,) = built.engine.stats(), built.runners
+    host = stats.find(HostStats)
+    assert stats.num_preemptions["swap"] > 0 and host.num_hit_tokens > 0
+    assert counter.count == 0 and pool_bytes(built) == bytes_before
+    memory, extents = (
+        built.engine.lanes[0].scheduler.tables.tier.memory,
+        runner.memory.host._extents,
+    )
+    held = {n: sum(part.array.nbytes for part in parts) for n, parts in extents.items()}
+    alive = {extent.number for extent in memory.extents}
+    assert sum(held[number] for number in alive) == memory.num_used_bytes <= 400_000
+    token = kv_token_bytes(built.deployment.layout, built.deployment.formats)
+    assert built.deployment.host_block_bytes == token * sp * tp * built.deployment.block_size
+
+
+@pytest.mark.costs(15)
+def test_copies_and_parts_of_positions_read_each_other_s_prefixes():
+    """Blocks of equally many tokens, over one host tier."""
+    directory, config, tensors = checkpoint(**TWO_HEADS)
+    sizes = {"max_model_len": 100, "num_blocks": 17, "max_num_seqs": 2, "host_memory": "4MB"}
+    engines = [
+        split(directory, 2, 2, block_size=4, **sizes),  # 2 ways
+        split(directory, 2, 4, block_size=2, **sizes),  # 4 ways
+        split(directory, 1, 1, block_size=8, **sizes),
+    ]
+    memory = engines[0].engine.lanes[0].scheduler.tables.tier.memory
+    for built in engines[1:]:
+        each = built.deployment.block_size, built.deployment.host_block_bytes
+        built.engine.lanes[0].scheduler.tables.tier = HostBlocks(memory, *each)
+        built.runners[0].memory.host._extents = engines[0].runners[0].memory.host._extents
+    prompts = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(4)]
+    wanted = expected(config, tensors, prompts)
+    for writer, built in enumerate(engines):
+        engines[0].engine.flush_prefix_cache()
+        for other in engines:
+            other.engine.lanes[0].scheduler.tables.device.clear_cache()
+        for prompt, want in zip(prompts, wanted, strict=True):
+            assert answers(built, [prompt]) == [want]  # the first ones go to the host
+        for reader, other in enumerate(engines):
+            if reader != writer:
+                events = run(other.engine, prompts[:1], [GREEDY])
+                assert tokens(events[0, 0]) == wanted[0]
+                assert events[0, 0][-1].metrics.num_cached_tokens == 56

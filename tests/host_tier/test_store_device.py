@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from shiftjax.arch.config import stages_of
@@ -17,13 +19,15 @@ from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
 from shiftjax.host_tier import copies_device as host_tier
 from shiftjax.host_tier.copies_device import HostTier
-from shiftjax.host_tier.store_device import Extents
+from shiftjax.host_tier.store_device import Extents, Row, Rows, Shard, piece
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import Positions
 
-NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 2, 12, 4
+NUM_LAYERS, HEAD_DIM, BLOCK_SIZE, NUM_BLOCKS, SIZE = 7, 2, 8, 12, 4
 POOL = PoolOptions(NUM_BLOCKS, BLOCK_SIZE, 4, np.dtype(np.float32))
 # pp, sp, tp: stages of uneven layers, heads that are padded (3) or replicated (3 and 4 on 8).
 DEGREES = [(1, 1, 1), (1, 2, 2), (1, 2, 4), (2, 1, 2), (3, 1, 1), (4, 2, 1)]
+SPLIT = [(1, 2, 2), (1, 2, 4), (4, 2, 1)]  # the same again, where devices may split positions
 MOST_LAYERS = 3  # in a pool
 UNTOUCHED = -1.0
 
@@ -42,12 +46,20 @@ class Stage(NamedTuple):
         return range(first, first + self.layout.model.num_layers)
 
     def shards(self, whole: np.ndarray) -> np.ndarray:
-        """Of `[layers, 2, blocks, heads, tokens, head_dim]` what each device has, devices third."""
+        """Of `[layers, 2, blocks, heads, tokens, head_dim]` what each device has, devices third.
+
+        Where devices split positions, each has one run of the tokens of a block.
+        """
         layout = self.layout
         padding = layout.num_kv_heads - whole.shape[3]
         whole = np.pad(whole, [(0, 0)] * 3 + [(0, padding)] + [(0, 0)] * 2)
-        heads = [layout.kv_heads_of(j) for j in range(layout.num_devices)]
-        return np.stack([whole[self.layers][:, :, :, held] for held in heads], axis=2)
+        own = BLOCK_SIZE // layout.position_ways
+        held = []
+        for device in range(layout.num_devices):
+            mine = np.arange(BLOCK_SIZE) // own == device % layout.position_ways
+            heads = layout.kv_heads_of(device)
+            held.append(whole[self.layers][:, :, :, heads][..., mine, :])
+        return np.stack(held, axis=2)
 
     def pools(self, shards: np.ndarray) -> FlatPools:
         """Shards as the devices have them."""
@@ -71,8 +83,8 @@ class Stage(NamedTuple):
 
 
 @cache
-def groups_of(num_kv_heads: int) -> tuple[Extents, dict[tuple[int, int, int], list[Stage]]]:
-    """A store and groups of all degrees, which begin at other devices."""
+def groups_of(num_kv_heads: int) -> tuple[Extents, dict[tuple[int, ...], list[Stage]]]:
+    """A store and groups of all degrees, which begin at other devices; a fourth 1: split ones."""
     model = replace(
         PRESETS["tiny"],
         num_layers=NUM_LAYERS,
@@ -81,13 +93,15 @@ def groups_of(num_kv_heads: int) -> tuple[Extents, dict[tuple[int, int, int], li
         num_kv_heads=num_kv_heads,
     )
     extents: Extents = {}
-    groups: dict[tuple[int, int, int], list[Stage]] = {}
-    for number, (pp, sp, tp) in enumerate(DEGREES):
+    groups: dict[tuple[int, ...], list[Stage]] = {}
+    split = [(*d, 1) for d in SPLIT if Layout(model, *d[1:], by_position=True).position_ways > 1]
+    for number, (pp, sp, tp, *by_position) in enumerate(DEGREES + split):
         stages, devices = [], [*jax.devices()[number % 8 :], *jax.devices()[: number % 8]]
         for nth, of_stage in enumerate(stages_of(model, pp)):
-            layout, mesh = Layout(of_stage, sp, tp), make_mesh(devices[nth * sp * tp :], sp, tp)
+            layout = Layout(of_stage, sp, tp, by_position=bool(by_position))
+            mesh = make_mesh(devices[nth * sp * tp :], sp, tp)
             stages.append(Stage(mesh, layout, HostTier(mesh, layout, POOL, extents)))
-        groups[pp, sp, tp] = stages
+        groups[pp, sp, tp, *by_position] = stages
     return extents, groups
 
 
@@ -102,10 +116,12 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(pool, "num_pools", layers)
 
 
-@pytest.mark.parametrize("num_kv_heads", [3, 4, 8])
-def test_any_layout_reads_what_another_has_written(num_kv_heads):
+@pytest.mark.costs(9)
+@pytest.mark.parametrize(("num_kv_heads", "num_split"), [(1, 3), (3, 1), (4, 1), (8, 0)])
+def test_any_layout_reads_what_another_has_written(num_kv_heads, num_split):
     """Against NumPy, all pairs; one block of the extent is not wanted."""
     extents, groups = groups_of(num_kv_heads)
+    assert len(groups) == len(DEGREES) + num_split
     rng = random.Random(num_kv_heads)
     shape = NUM_LAYERS, 2, NUM_BLOCKS, num_kv_heads, BLOCK_SIZE, HEAD_DIM
     for number, writer in enumerate(groups):
@@ -152,3 +168,35 @@ def test_a_extent_that_is_not_whole_is_not_read():
     with pytest.raises(KeyError):
         whole.tier.restore(empty[0], 2, blocks)
     extents.clear()
+
+
+STRIPE = 24
+SPLITS = st.sampled_from([n for n in range(1, STRIPE + 1) if STRIPE % n == 0]).map(
+    lambda ways: Positions(ways, STRIPE // ways)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(SPLITS, SPLITS, st.permutations(range(4)), st.integers(0, 1 << 30))
+def test_any_split_of_positions_reads_any_other(theirs, ours, blocks, seed):
+    """Also of heads that several devices have, and devices that come in any order."""
+    rng = np.random.default_rng(seed)
+    whole = rng.normal(size=(6, 2, len(blocks), STRIPE, 3))  # layers and entries, heads, blocks
+    held = [Row(head, run) for head in range(2) for run in range(theirs.ways)]
+
+    def of(row: Row, split: Positions) -> np.ndarray:
+        own = whole[:, row.number, blocks, row.run * split.block :][..., : split.block, :]
+        return own.reshape(6, 1, -1, 3)
+
+    order = [held[i] for i in rng.permutation([*range(len(held)), rng.integers(len(held))])]
+    shards = [Shard(of(row, theirs), range(3, 6), Rows((row,), theirs)) for row in order]
+    for row in (Row(1, run) for run in range(ours.ways)):
+        got = piece(shards, range(4, 6), Rows((row,), ours), 2)
+        np.testing.assert_array_equal(got, of(row, ours)[2:])
+    lost = Row(held[0].number, held[0].run * theirs.block // ours.block)
+    lacks = [shard for shard in shards if shard.held.rows != (held[0],)]
+    if lacks:
+        with pytest.raises(KeyError, match="not all of an extent"):
+            piece(lacks, range(4, 6), Rows((lost,), ours), 2)
+    with pytest.raises(ValueError, match="Blocks of an extent have 24 tokens, not 48"):
+        piece(shards, range(4, 6), Rows((Row(0),), Positions(2, STRIPE)), 2)
