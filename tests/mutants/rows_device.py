@@ -414,6 +414,18 @@ TIER_ROWS = (
         (CACHE_SPEC,), "a restored prefix of latents is garbage",
     ),
     Mutant(
+        "every neighbour has the first run of a block", "host tier",
+        "shiftjax/host_tier/copies_device.py",
+        "run, numbers = device % positions.ways,", "run, numbers = 0,",
+        ("tests/host_tier/test_store_device.py",), "a restored prefix has positions of others",
+    ),
+    Mutant(
+        "a run that is cut is copied from its begin", "host tier",
+        "shiftjax/host_tier/store_device.py",
+        "slice(begin - second, end - second)", "slice(0, end - begin)",
+        ("tests/host_tier/test_store_device.py",), "a restored prefix has positions of others",
+    ),
+    Mutant(
         "entries that are not split have one row a KV head", "host tier", LAYOUT,
         "range(entry.rows) if entry.axis is None else self.kv_heads_of(device)",
         "self.kv_heads_of(device)",
