@@ -133,7 +133,8 @@ def piece(shards: Sequence[Shard], layers: range, wanted: Rows, num_rows: int) -
                     made[of_layers, place, :, ours] = values
                     there[:] = True
     if not is_there.all():
-        lacks = sorted((layers[i], *rows[j]) for i, j in set(zip(*np.where(~is_there)[:2])))
+        places = zip(*np.where(~is_there.all(axis=2)), strict=True)
+        lacks = [(layers[layer], *rows[place]) for layer, place in places]
         raise KeyError(f"The host has not all of an extent: layers, rows and runs {lacks}.")
     return made.reshape(*shape[:2], -1, width)
 
