@@ -601,10 +601,8 @@ def _pool_holds_a_sequence(
     )
 
 
-def _positions_stay_where_they_are(
-    kv_split: str, fleet: bool, phases: str | None, hosts: int | None
-) -> str | None:
-    given = {"fleet": fleet, "phases": phases is not None, "hosts": hosts != 1}
+def _positions_stay_where_they_are(kv_split: str, fleet: bool, phases: str | None) -> str | None:
+    given = {"fleet": fleet, "phases": phases is not None}
     beside = [name for name, is_given in given.items() if is_given]
     if kv_split != "position" or not beside:
         return None

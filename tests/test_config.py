@@ -281,6 +281,7 @@ def test_every_rule_is_tried_above():
         {"num_blocks": 5, "max_model_len": 64},
         {"num_blocks": 5, "max_model_len": 65, "kv_split": "position"},  # whose blocks are larger
         {"kv_split": "position", "host_memory": "8MB"},
+        HOSTS | {"kv_split": "position"},
         {"preemption": "swap", "host_memory": "2kb", "prefix_caching": False},
         {"host_memory": "1.5 GiB"},
         {"token_buckets": [8, 64, 1024]},

@@ -1,6 +1,6 @@
 """One engine over two processes of this machine, compared with one process of as many devices.
 
-    python scripts/bench.py two_hosts [--devices 4] [--experts] [--quick]
+    python scripts/bench.py two_hosts [--devices 4] [--experts] [--split] [--quick]
 
 Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
 second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
@@ -8,7 +8,7 @@ modes: seeded and greedy ones with shared beginnings, drafts and tables, in too 
 all, and one that is given up. Then four sequences decode, for the time of a step; processes share
 the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
 takes for 1, 64 and 256 sequences of 512 blocks. With `--experts` the model has some, and both count
-which ones tokens choose.
+which ones tokens choose. With `--split` devices of both hosts split positions of KV.
 """
 
 import argparse
@@ -44,6 +44,7 @@ OPTIONS = {
     "--devices": (4, "of each process"),
     "--tokens": (100, "of the sequences that are timed"),
     "--experts": (False, "a model of experts"),
+    "--split": (False, "devices of the pair split positions of KV"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
 ABORTED = "r2"  # of the requests, in turn 4
@@ -151,6 +152,8 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
 
     options = SETTINGS | {"sp": args.devices, "devices": 2 * args.devices}
     rank, address = ROLES.index(role) - 1, f"127.0.0.1:{port}"
+    if args.split:  # blocks of as many tokens, in too few again
+        options |= {"kv_split": "position", "block_size": 2}
     if role != "alone":
         options |= {"hosts": 2, "host_rank": rank, "coordinator": address}
         options |= {"host_secret_file": "unused"}
@@ -178,12 +181,16 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
     hosts.start()
     hosts.gather()
     join(f"127.0.0.1:{port + 1}", 2, rank)
-    engine = build(config, source, silent, leader=hosts).engine
+    built = build(config, source, silent, leader=hosts)
+    engine = built.engine
     counter.start()
     sizes, send = [], hosts.send
     hosts.send = lambda number, call: (sizes.append(len(call)), send(number, call))[1]
     told = workload(engine) | {"routed": routed(engine)}
-    told |= {"step_ms": decode(engine, args.tokens)}
+    told |= {
+        "step_ms": decode(engine, args.tokens),
+        "position_ways": built.deployment.layout.position_ways,
+    }
     hosts.close()
     return told | {"compiles": counter.count, "message_bytes_p50": statistics.median(sizes)}
 
@@ -240,6 +247,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "routed_equal": alone["routed"] == leader["routed"],
         "routed_pairs": sum(map(sum, leader["routed"])),
         "devices": 2 * args.devices,
+        "position_ways": leader["position_ways"],
         **{name: leader[name] for name in same},
         "compiles": [leader["compiles"], results["follower"]["compiles"]],
         "step_ms": {"one process": alone["step_ms"], "two": leader["step_ms"]},

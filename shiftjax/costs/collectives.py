@@ -290,9 +290,15 @@ def chunk_gathers(layout: Layout, formats: Formats) -> list[Collective]:
 
 
 def _neighbour_stride(layout: Layout) -> int:
-    """Devices between neighbours: they are those that a mode would split tokens among."""
+    """Devices between neighbours, who may be on several hosts.
+
+    They are those that a mode would split tokens among; or they are of all units, of which each
+    has as many next to each other. A unit is taken to be inside a host, if there are several.
+    """
     ways = layout.position_ways
-    return strides(Mode(layout.sp, ways), layout.tp)[1] if layout.sp % ways == 0 else 1
+    if layout.sp % ways == 0:
+        return strides(Mode(layout.sp, ways), layout.tp)[1]
+    return layout.num_devices // ways if layout.sp > 1 else 1
 
 
 def step_collectives(

@@ -55,10 +55,10 @@ def _is_needed(
 ) -> bool:
     """Whether split positions hold a sequence as long as may be, and copies do not.
 
-    Kernels know nothing of positions: what has such never splits unasked, nor what spans hosts.
+    Kernels know nothing of positions: what has such never splits unasked.
     Latents have no kernels, and a copy on every device: they always split.
     """
-    if config.host.hosts != 1 or whole.num_blocks:
+    if whole.num_blocks:
         return False
     if whole.layout.model.latent is not None:
         return True

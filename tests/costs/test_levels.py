@@ -1,5 +1,6 @@
 """Collectives over hosts: what runs inside one, what between them, and what is moved in all."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
@@ -8,7 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shiftjax.costs.collectives import Collective, Kind
+from shiftjax.arch.formats import Formats
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.collectives import Collective, Kind, chunk_gathers, row_exchanges
 from shiftjax.costs.levels import (
     collective_seconds,
     levels_of,
@@ -19,7 +22,10 @@ from shiftjax.costs.levels import (
 from shiftjax.costs.machine import Machine, Transfer
 from shiftjax.costs.machine_files import dump_machine, load_machine
 from shiftjax.options import ConfigError
+from shiftjax.parallel.grid import Grid, Group
+from shiftjax.parallel.layout import Layout
 
+FORMATS = Formats("bfloat16", "bfloat16", "bfloat16")
 ONE = load_machine("h200x8")
 TWO = load_machine("h200x8", hosts=2)
 powers = st.integers(0, 4).map(lambda k: 2**k)
@@ -95,6 +101,25 @@ def test_what_reads_its_peers_memory_ends_at_the_host():
     assert collective_seconds(machine, move._replace(num_devices=8)) == pytest.approx(
         1e-6, rel=1e-3
     )
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_neighbours_that_split_positions_may_be_on_several_hosts(num_kv_heads, hosts):
+    """Of units inside hosts; which devices they are is read off the grid."""
+    model, found = replace(PRESETS["llama-70b"], num_kv_heads=num_kv_heads), set()
+    for sp, tp in ((16, 1), (8, 2), (4, 4), (2, 8), (1, 16)):
+        layout, per_host = Layout(model, sp, tp, by_position=True), sp * tp // hosts
+        if 1 < sp < hosts:
+            continue
+        ways, places = layout.position_ways, Grid(tp, sp).devices_of(Group(0, sp))
+        groups = [places[first : first + ways] for first in range(0, sp * tp, ways)]
+        spread = {tuple(sorted(Counter(d // per_host for d in g).values())) for g in groups}
+        for move in (*row_exchanges(layout, 3, 2), *chunk_gathers(layout, FORMATS)):
+            inside, between = levels_of(move, per_host)
+            assert spread == {(inside.num_devices,) * between.num_devices}
+            found.add(between.num_devices)
+    assert max(found) == hosts
 
 
 def test_hosts_multiply_a_machine():

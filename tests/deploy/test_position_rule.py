@@ -52,7 +52,12 @@ def test_auto_splits_what_copies_would_not_hold(devices, given, splits):
 
 @pytest.mark.parametrize(
     ("given", "splits"),
-    [({}, True), ({"kv_split": "replicate"}, False), ({"host_memory": "1GiB"}, True)],
+    [
+        ({}, True),
+        ({"kv_split": "replicate"}, False),
+        ({"host_memory": "1GiB"}, True),
+        ({"hosts": 2, "coordinator": "a:5", "host_secret_file": "secret"}, True),
+    ],
 )
 def test_latents_split_on_gpus_too(given, splits):
     gpus = CPUS._replace(total_bytes=140 * GB, free_bytes=140 * GB, has_kernels=True)

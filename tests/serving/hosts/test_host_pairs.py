@@ -35,11 +35,13 @@ def environ() -> dict[str, str]:
     return own | {"PYTHONPATH": f"{ROOT}{os.pathsep}{own.get('PYTHONPATH', '')}"}
 
 
-@pytest.mark.parametrize("flags", [("--devices=4",), ("--devices=2", "--experts")])
+@pytest.mark.parametrize(
+    "flags", [("--devices=4",), ("--devices=2", "--experts"), ("--devices=4", "--split")]
+)
 def test_two_processes_give_the_tokens_of_one(flags, tmp_path):
     """In random modes, with drafts, tables, preemption, prefix hits and a request given up.
 
-    With experts, of which both count the same pairs.
+    With experts, of which both count the same pairs; and with positions that devices of both split.
     """
     command = [sys.executable, ROOT / "scripts/bench.py", "two_hosts", *flags, "--quick"]
     run = subprocess.run(
@@ -48,6 +50,7 @@ def test_two_processes_give_the_tokens_of_one(flags, tmp_path):
     assert run.returncode == 0, run.stderr
     *rows, told = [json.loads(line) for line in run.stdout.splitlines() if line[:1] == "{"]
     assert told["tokens_equal"] and told["routed_equal"]
+    assert told["position_ways"] == (2 if "--split" in flags else 1)
     assert (told["routed_pairs"] > 1000) == ("--experts" in flags)
     assert told["compiles"] == [0, 0]
     assert min(told[name] for name in ("preemptions", "prefix_hit_tokens", "drafted_steps")) > 0
