@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig, stages_of
-from shiftjax.arch.contexts import context_problems, longest_context, most_attended
+from shiftjax.arch.contexts import context_problems, longest_context, most_attended, say_served
 from shiftjax.arch.formats import AUTO, PACKED, Formats, formats_of
 from shiftjax.arch.rotary import served_within
 from shiftjax.arch.weights import EXPERT_NAMES
@@ -82,12 +82,7 @@ def resolve(
     cache, scheduler = config.cache, config.scheduler
     longest = longest_context(model, config.model.max_model_len)
     if config.model.max_model_len is None and longest < model.max_position_embeddings:
-        words = "%s is served up to %d tokens of its %d: --max-model-len asks for more"
-        if most_attended(model):
-            words = (
-                "%s is served up to %d tokens of its %d: beyond, an indexer would have to choose"
-            )
-        logger.warning(words, model.name, longest, model.max_position_embeddings)
+        say_served(model.name, longest, model.max_position_embeddings, most_attended(model))
     model = with_freed_blocks(config, served_within(model, longest), longest)
     formats = formats_in(config, model, suited)
     budgets = chosen_budgets(config, devices.budgets)

@@ -5,7 +5,8 @@ cannot have more than the best so far is left out. Any other has to keep the lim
 what it has between this and its most is halved until it is known to `EXACT`: with one replay each,
 and in half of all replays. Those that lead are confirmed with all seeds, lowered until they are
 kept, and changed (`variants.py`) as long as that brings more: targets come first. What was passed
-over, and may be better than what all seeds keep once it is changed, comes last.
+over, and may be better than what all seeds keep once it is changed, comes last: it is asked for
+more than that alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -40,12 +41,11 @@ def most_load(field: Field, trials: Trials, num_devices: int, budgets: Mapping[s
     for leader in leaders:
         best = _changed(trials, leader, best, budgets)
     for server in passed:
-        bound = MORE * _most(server, num_devices)
-        if best is None or bound <= _next(trials, best) or trials.is_over:
+        if best is None or MORE * _most(server, num_devices) <= _next(trials, best):
             continue
-        own = _own_best(trials, server, num_devices, budgets)
-        if own is not None and _total(own) >= _next(trials, best):
-            best = own
+        num = num_devices // server.num_devices
+        unasked = Trial(server, num, trials.load.each(_next(trials, best), num), (), False)
+        best = _changed(trials, unasked, best, budgets)
     touched = {id(trial.server) for trial in trials.all}
     left_out = sum(id(server) not in touched for server in field.servers)
     is_complete = not (is_cut or trials.is_over)
@@ -77,18 +77,6 @@ def _as_they_are(
     return tried, passed, is_cut
 
 
-def _own_best(
-    trials: Trials, server: Server, num_devices: int, budgets: Mapping[str, Any]
-) -> Trial | None:
-    """Return the most load that these servers keep with all seeds, changed or not, or None."""
-    bound = _most(server, num_devices)
-    found = _above(trials, server, num_devices // server.num_devices, bound, None)
-    if not found.meets:
-        return None
-    found = _highest(trials, found, bound)
-    return _changed(trials, found, _kept_by_all(trials, found, None), budgets)
-
-
 def _leaders(trials: Trials, tried: Iterable[Trial]) -> list[Trial]:
     """The best of these, and who may carry most by how near they were to the limits."""
     ratio = trials.limits.ratio
@@ -111,7 +99,7 @@ def _changed(
         found = missed if missed.meets else changes.kept(missed, rate)
         if found is None:
             break
-        is_new, own = found.changed != own.changed, found
+        is_new, own = found.changed != own.changed or not own.measured, found
         best = found  # all seeds keep it
         if is_new:
             most = _highest(trials, found, WIDER * _total(found))

@@ -123,6 +123,32 @@ def test_who_comes_next_is_changed_too():
     assert best.rate == pytest.approx(12.0, rel=0.04)
 
 
+class LoweredByOtherSeeds(Trials):
+    """`sp4` carries 9 requests/s with the first seed and 6 with others; `tp4` 7, with targets 8."""
+
+    def _measured(self, server, num_servers, rate, seed):
+        self.num_replays += 1
+        of_tp = 7.0 if server.deployment.targets == NO_TARGETS else 8.0
+        most = {"sp4": 6.0 if seed else 9.0, "tp4": of_tp}
+        tpot = 0.95 * LIMITS.tpot * rate / most.get(server.deployment.name, 2.0)
+        return Measured(0.1, tpot, 1.0, 1.0, 1, 0)
+
+
+def test_who_was_passed_over_is_asked_for_more_than_all_seeds_keep():
+    """Such a server is not tried below that: the search ends long before its replays do."""
+    trials = LoweredByOtherSeeds(LOAD, LIMITS, 0.0, 120)
+    field = field_of(target("l4x8"), LIMITS, LOAD, **SMALL)
+    bounds = {"sp4": 20.0, "tp4": 8.5}  # by closed form
+    servers = [s for s in field.servers if s.deployment.name in bounds]
+    servers = [s._replace(most_load=bounds[s.deployment.name]) for s in servers]
+    advice = most_load(field._replace(servers=servers), trials, 4, SMALL)
+    best = advice.best
+    assert best is not None and best.deployment.name == "tp4" and advice.is_complete
+    assert best.rate == pytest.approx(8.0 / 0.95, rel=0.04)
+    assert min(t.rate for t in trials.all if t.server.deployment.name == "tp4") >= 6.0
+    assert trials.num_replays < 60
+
+
 def test_nothing_is_an_answer_with_a_reason():
     hard = Limits(1e-4, 1e-4)
     field = field_of(target("l4x8"), hard, LOAD, **SMALL)
