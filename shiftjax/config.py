@@ -601,14 +601,12 @@ def _pool_holds_a_sequence(
     )
 
 
-def _positions_stay_where_they_are(kv_split: str, fleet: bool, phases: str | None) -> str | None:
-    given = {"fleet": fleet, "phases": phases is not None}
-    beside = [name for name, is_given in given.items() if is_given]
-    if kv_split != "position" or not beside:
+def _positions_stay_where_they_are(kv_split: str, fleet: bool) -> str | None:
+    if kv_split != "position" or not fleet:
         return None
     return (
-        f"kv_split = position cannot be had with {' and '.join(beside)}: KV moves there by whole "
-        "heads; use kv_split = replicate, or drop the others"
+        "kv_split = position cannot be had with fleet: KV moves there by whole heads; use "
+        "kv_split = replicate, or drop fleet"
     )
 
 

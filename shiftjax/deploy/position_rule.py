@@ -1,6 +1,8 @@
 """Whether devices split the positions of what they would have copies of. No JAX."""
 
 import logging
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shiftjax.config import EngineConfig
@@ -48,6 +50,23 @@ def split_of(deployment: Deployment) -> Deployment | None:
         return None
     size = deployment.block_size * layout.copies
     return replace(deployment, layout=replace(layout, by_position=True), block_size=size)
+
+
+def on_one_stripe(deployments: Sequence[Deployment]) -> list[Deployment]:
+    """The same deployments with blocks of equally many tokens, so that any reads what others wrote.
+
+    As few tokens as all can split. Where fewer devices split them a block is larger on each, and
+    there are fewer of as many bytes. Raises ConfigError where that is too few for a sequence.
+    """
+    stripe, found = math.lcm(*(each.block_size for each in deployments)), []
+    for each in deployments:
+        num = each.num_blocks and (each.num_blocks - 1) * each.block_size // stripe + 1
+        found.append(own := replace(each, block_size=stripe, num_blocks=num))
+        before, after = (it.longest_sequence(it.num_blocks - 1) for it in (each, own))
+        if num and after < each.max_model_len <= before:
+            words = f"{num} blocks of {stripe} tokens, which all can split, hold no sequence"
+            raise ConfigError([f"{each.name}: {words} of max_model_len = {each.max_model_len}"])
+    return found
 
 
 def _is_needed(

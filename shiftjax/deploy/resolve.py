@@ -137,11 +137,16 @@ def resolve(
     )
     deployment = with_positions(config, deployment, devices)
     _ = deployment.fixed  # that its groups can be formed
+    check_host_block(deployment)
+    return deployment
+
+
+def check_host_block(deployment: Deployment) -> None:
+    """Raise ConfigError for a host tier without room for one KV block."""
     least = min(of_width.host_block_bytes for of_width in deployment.by_width.values())
     if 0 < deployment.host_bytes < least:
-        given = f"host_memory = {cache.host_memory} is less than a KV block of {least} bytes"
+        given = f"host_memory, {deployment.host_bytes} bytes, is less than a KV block of {least}"
         raise ConfigError([f"{given}: use more, or leave it out"])
-    return deployment
 
 
 def _chooses_for_targets(config: EngineConfig, devices: Devices) -> bool:

@@ -8,7 +8,8 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import RequestLimits
 from shiftjax.deploy.deployment import Deployment, Devices
-from shiftjax.deploy.resolve import Suited, resolve
+from shiftjax.deploy.position_rule import on_one_stripe
+from shiftjax.deploy.resolve import Suited, check_host_block, resolve
 from shiftjax.deploy.window_rule import keeping_blocks
 from shiftjax.options import ConfigError
 from shiftjax.parallel.degrees import Degrees
@@ -38,8 +39,7 @@ def resolve_phases(
     num_bytes = config.cache.host_bytes or int(HOST_SHARE * host_bytes)
     if not num_bytes:
         raise ConfigError([f"phases = {config.parallel.phases} needs host_memory, say 8GiB"])
-    swapping = {"preemption": "swap", "host_memory": str(num_bytes), "kv_split": "replicate"}
-    cache = replace(config.cache, **swapping)
+    cache = replace(config.cache, preemption="swap", host_memory=str(num_bytes))
     cache = keeping_blocks(cache, model, "phases exchange whole blocks")
     config = replace(config, cache=cache)
     found: dict[Phase, Deployment] = {}
@@ -52,6 +52,9 @@ def resolve_phases(
             problems += (f"phases, {phase} in {degrees.name}: {each}" for each in error.problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
+    found = dict(zip(found, on_one_stripe([*found.values()]), strict=True))
+    for deployment in found.values():
+        check_host_block(deployment)
     return found
 
 

@@ -1,5 +1,7 @@
 """`phases` as a setting: what a pair comes to, and what it cannot be had with."""
 
+from dataclasses import replace
+
 import pytest
 
 from shiftjax.arch.config import ModelConfig
@@ -29,6 +31,26 @@ def test_each_phase_is_a_deployment_of_its_own():
         assert (each.preemption, each.host_bytes, each.block_size) == ("swap", 2 * GIB, 16)
         assert each.grid.num_devices == 8
     assert limits_of(found.values()).num_kv_tokens == 99 * 16
+
+
+@pytest.mark.parametrize(
+    ("phases", "ways", "size"), [("pp8:tp8", (1, 2), 32), ("pp2sp3:sp6", (1, 2), 32)]
+)
+def test_phases_have_one_stripe_that_both_can_split(phases, ways, size):
+    """And as many bytes of blocks on a device, but for a part of a block."""
+    model = replace(MODEL, num_kv_heads=3, num_heads=12) if "6" in phases else MODEL
+    config = EngineConfig.from_options(phases=phases, num_blocks=241, kv_split="position")
+    found = list(resolve_phases(config, model, DEVICES, host_bytes=4 * GIB).values())
+    assert tuple(each.layout.position_ways for each in found) == ways
+    assert [each.block_size for each in found] == [size] * 2
+    assert [each.num_blocks for each in found] == [240 // (size // 16 // n) + 1 for n in ways]
+
+
+def test_phases_whose_pools_hold_no_sequence_are_refused():
+    sizes = {"num_blocks": 241, "max_model_len": 3840}
+    assert phases_of("pp8:tp8", kv_split="position", **sizes)
+    with pytest.raises(ConfigError, match="pp8: 120 blocks of 32 tokens, which all can split"):
+        phases_of("pp8:tp8", kv_split="position", num_blocks=240, max_model_len=3824)
 
 
 def test_the_host_memory_that_is_given_holds():
