@@ -21,7 +21,9 @@ from pallas_kernels.product_ring import Copier, fill_ring
 
 def fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
     """Copy rows, their scales, and the weights of each part of the items."""
-    jobs = [_rows_copier(problem, inputs, shared), _scales_copier(problem, inputs, shared)]
+    jobs = [_rows_copier(problem, inputs, shared)]
+    if not problem.is_plain:
+        jobs.append(_scales_copier(problem, inputs, shared))
     jobs += [_weights_copier(problem, inputs, shared, part) for part in range(problem.parts)]
     fill_ring(
         ring_of(problem, shared),
@@ -41,9 +43,12 @@ def _rows_copier(problem: Problem, inputs: Inputs, shared: Shared) -> Copier:
 
 
 def _scales_copier(problem: Problem, inputs: Inputs, shared: Shared) -> Copier:
+    scale = inputs.x.scale
+    assert scale is not None, "codes have scales"
+
     def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
         rows = pl.ds(item.tile * problem.rows, problem.rows)
-        here = inputs.x.scale.at[item.split * problem.steps + k, rows]
+        here = scale.at[item.split * problem.steps + k, rows]
         plgpu.copy_gmem_to_smem(here, shared.x_scale.at[slot, pl.ds(0, problem.rows)], full)
 
     return copy
@@ -59,8 +64,11 @@ def _weights_copier(problem: Problem, inputs: Inputs, shared: Shared, part: int)
                 matrix: Any = inputs.matrices[i + part].values, first: int = first
             ) -> None:
                 channels = pl.ds((item.column - first) * PART, PART)
-                if problem.is_row_parallel:
-                    here = matrix.at[item.split * problem.steps + k, channels]
+                step = item.split * problem.steps + k
+                if problem.is_row_parallel and problem.is_plain:
+                    here = matrix.at[step, pl.ds(0, problem.block), channels]
+                elif problem.is_row_parallel:
+                    here = matrix.at[step, channels]
                 elif item.expert is not None:
                     here = matrix.at[item.expert, channels, _inputs_of(problem, item, k)]
                 else:

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
 from pallas_kernels.gates import activate
 from pallas_kernels.grouped_split import CHANNELS, PART
-from pallas_kernels.mosaic import FP8, WGMMA, code_scale, store
+from pallas_kernels.mosaic import FP8, WGMMA, code_scale, fence, store
 
 type Sums = tuple[jax.Array, ...]  # of each part, float32, of `Problem.shape`
 
@@ -22,7 +22,7 @@ class Worker(NamedTuple):
 
     problem: Problem
     inputs: Inputs
-    out: tuple[Any, ...]  # numbers or sums; or codes and their scales
+    out: tuple[Any, ...]  # numbers or sums; or codes and scales; then what a cluster adds up
     shared: Shared
     me: jax.Array  # which of the two it is
 
@@ -46,7 +46,44 @@ class Worker(NamedTuple):
 
 
 def finish(worker: Worker, item: Item, sums: Sums) -> None:
-    """Scale the sums of an item, activate and write them."""
+    """Scale the sums of an item, activate and write them; in a cluster its first block does."""
+    if worker.problem.cluster == 1:
+        _finish(worker, item, sums)
+        return
+    _meet(worker, item, sums)
+
+    @pl.when(item.split == 0)
+    def _() -> None:
+        others = worker.out[-1]
+        whole = list(sums)
+        for other in range(worker.problem.cluster - 1):
+            for part in range(len(sums)):
+                here = others.at[other, _place(worker, item), part, worker.me]
+                whole[part] = whole[part] + plgpu.load(here, layout=WGMMA, optimized=False)
+        _finish(worker, item, tuple(whole))
+
+
+def _meet(worker: Worker, item: Item, sums: Sums) -> None:
+    """Write the sums of all but the first block of a cluster, and wait until all have."""
+
+    @pl.when(item.split > 0)
+    def _() -> None:
+        for part, one in enumerate(sums):
+            here = worker.out[-1].at[item.split - 1, _place(worker, item), part, worker.me]
+            store(here, one)
+
+    fence(worker.problem.result.interpret)
+    plgpu.commit_smem()  # all threads of the warpgroup: one of them arrives
+    plgpu.barrier_arrive(worker.shared.cluster)
+    plgpu.barrier_wait(worker.shared.cluster)
+    fence(worker.problem.result.interpret)
+
+
+def _place(worker: Worker, item: Item) -> jax.Array:
+    return item.tile * worker.problem.columns + item.column
+
+
+def _finish(worker: Worker, item: Item, sums: Sums) -> None:
     problem = worker.problem
     for i, first in enumerate(problem.firsts[:-1]):
         write = functools.partial(_finish_matrix, worker, i, item, sums)
@@ -145,7 +182,7 @@ def _fill(worker: Worker, stage: Any, values: jax.Array) -> None:
 
 def _put_codes(worker: Worker, item: Item, values: jax.Array) -> None:
     """Write codes of every row's 128 channels, in units of a part of their largest."""
-    shared, (codes_out, scales_out) = worker.shared, worker.out
+    shared, (codes_out, scales_out) = worker.shared, worker.out[:2]
     axis = worker.channels_axis
     scale = code_scale(_largest(worker, values))
     codes = (values / lax.broadcast_in_dim(scale, values.shape, [1 - axis])).astype(FP8)

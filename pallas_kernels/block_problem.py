@@ -1,4 +1,4 @@
-"""What a product of e4m3 codes with scales of blocks is, for its kernel: sizes, arrays, items.
+"""What a product is for its kernel: sizes, arrays, items. Of e4m3 codes with scales of blocks:
 
     x         codes [tokens, in], scale [in / block, tokens]     of a token and a block of inputs
     weights   codes [out, in]                 column-parallel; the last block may be ragged
@@ -6,8 +6,15 @@
               codes [experts, out, in]        of tiles of rows that have an expert each
 
 A block is 32, 64, 96 or 128 inputs. Weights have a scale for each output channel, or one for each
-128 channels and block of inputs, or both. An item is a tile of rows and 128 output channels, of
-each of two matrices where these are gate and up.
+128 channels and block of inputs, or both. Of plain numbers, 16 bits each and without scales:
+
+    x         [tokens, in]
+    weights   [out, in]                column-parallel
+              [in / block, block, out] row-parallel: [in, out], seen as blocks
+
+A block is 64 or 128 inputs of these. An item is a tile of rows and 128 output channels, of each of
+two matrices where these are gate and up. Few items are cut along their contraction: a cluster of
+thread blocks has an item, and each of them a part of it.
 """
 
 import math
@@ -18,12 +25,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float8e4m3fn
+from jaxtyping import Float, Num
 
 from pallas_kernels.gates import Gate
-from pallas_kernels.grouped_split import CHANNELS, PART, WARPGROUPS, Items, parts_of
+from pallas_kernels.grouped_split import (
+    CHANNELS,
+    LEAST_STEPS,
+    PART,
+    PLAIN_BLOCKS,
+    WARPGROUPS,
+    reading_share,
+)
 from pallas_kernels.grouped_work import Tiles, count_tiles
-from pallas_kernels.mosaic import FP8, swizzled
+from pallas_kernels.mosaic import COLUMNS, FP8, swizzled
 from pallas_kernels.product_ring import MAX_STAGES, SHARED_MEMORY_LIMIT, Ring, share_of_items
 
 OVERHEAD_BYTES = 3072  # barriers, and what aligning the buffers costs
@@ -32,32 +46,56 @@ MANY_ROWS = 128  # of a tile, rows on the long side
 GROUP = 16  # tiles of many rows that run beside each other, for one block of channels
 SEGMENT = 32  # inputs that an instruction takes; every block is a multiple
 BLOCKS = 128, 64, 32  # of column-parallel matrices
+CLUSTERS = 8, 4, 2  # thread blocks that have an item together: 8 are what every GPU can
+CLUSTER = "cluster"  # their axis
 LEAST_COPIED = 32  # float32 numbers: the copy engine writes to multiples of 128 bytes
 
 
 class BlockCodes(NamedTuple):
     """Rows in codes: values are codes times the scale of their row and block of inputs."""
 
-    values: Float8e4m3fn[Any, "tokens in"]
-    scale: Float[Any, "blocks tokens"]
+    values: Num[Any, "tokens in"]
+    scale: Float[Any, "blocks tokens"] | None = None  # None: values are plain numbers
 
 
 class BlockMatrix(NamedTuple):
-    """A matrix in codes; a scale that is None is 1."""
+    """A matrix in codes, or of plain numbers; a scale that is None is 1."""
 
-    values: Float8e4m3fn[Any, "*before out in"]
+    values: Num[Any, "*before out in"]  # plain row-parallel ones end with [block, out]
     scale: Float[Any, "*experts out"] | None = None
     blocks: Float[Any, "*experts out_blocks blocks"] | None = None  # as codes: row-parallel, turned
     bias: Float[Any, "*experts out"] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has numbers, not codes."""
+        return jnp.dtype(self.values.dtype).itemsize > 1
+
+    @property
+    def outputs(self) -> int:
+        """Output channels."""
+        shape = self.values.shape
+        return shape[-1] if self.is_plain and len(shape) == 3 else shape[-2]
+
+    @property
+    def inputs(self) -> int:
+        """How long its contraction is, where it is no matrix of experts."""
+        return math.prod(self.values.shape) // self.outputs
 
 
 class BlockConfig(NamedTuple):
     """How the kernel uses the chip."""
 
     rows: int = MANY_ROWS  # of a tile
-    splits: int = 1  # of the contraction
-    num_blocks: int = 132  # thread blocks: one for each multiprocessor
+    splits: int = 1  # of the contraction, whose sums come out
+    num_blocks: int = 132  # thread blocks, or clusters: one block for each multiprocessor
     stages: int | None = None  # of shared memory; None: as many as fit
+    cluster: int = 1  # thread blocks, among which the contraction is cut
+
+    def in_parts(self) -> "BlockConfig":
+        """Return settings with the same parts, whose sums come out."""
+        cluster, blocks = self.cluster, self.num_blocks
+        return self._replace(splits=self.splits * cluster, num_blocks=blocks * cluster, cluster=1)
 
 
 class Result(NamedTuple):
@@ -84,6 +122,18 @@ class Problem(NamedTuple):
     stages: int
     num_blocks: int
     is_row_parallel: bool
+    cluster: int = 1
+    operands: DTypeLike = FP8
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether operands are numbers, not codes."""
+        return jnp.dtype(self.operands).itemsize > 1
+
+    @property
+    def sums_shape(self) -> tuple[int, ...]:
+        """Of what a cluster adds up: sums of its blocks but the first, of items and warpgroups."""
+        return self.cluster - 1, self.tiles * self.columns, self.parts, WARPGROUPS, *self.shape
 
     @property
     def parts(self) -> int:
@@ -135,15 +185,16 @@ class Inputs(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory and barriers."""
 
-    weights: tuple[Any, ...]  # of each part [stages, PART, block]
+    weights: tuple[Any, ...]  # of each part [stages, PART, block], or plain [stages, block, PART]
     x: Any  # [stages, rows, block]
-    x_scale: Any  # [stages, rows], or more
+    x_scale: Any  # [stages, rows], or more; None: plain numbers
     out: Any  # what the copy engine writes, of each warpgroup
     most: Any  # [WARPGROUPS, rows], of codes of few rows: the largest of a row
     scale: Any  # [rows], of codes: what the copy engine writes
     full: Any
     free: Any
     both: Any  # of codes: both warpgroups are there
+    cluster: Any  # all blocks of a cluster are there; None: there are none
 
 
 class Item(NamedTuple):
@@ -160,62 +211,86 @@ def block_config(
 ) -> BlockConfig:
     """Return settings that suit a product.
 
-    Few items have their contraction cut if sums may come out; large tiles are of rows that are
-    enough for all multiprocessors.
+    Few items have their contraction cut among the thread blocks of a cluster; large tiles are of
+    rows that are enough for all multiprocessors.
     """
-    outs = [
-        matrix.values.shape[-2] for matrix in matrices[: 1 if result.gate is not None else None]
-    ]
-    columns, (steps, tokens) = sum(-(-out // PART) for out in outs), x.scale.shape
+    outs = [matrix.outputs for matrix in matrices[: 1 if result.gate is not None else None]]
+    columns, tokens = sum(-(-out // PART) for out in outs), x.values.shape[0]
     is_many = tokens > FEW_ROWS[-1] and -(-tokens // MANY_ROWS) * columns > cores // 2
     if is_many and can_be_many(matrices, result):
         return BlockConfig(MANY_ROWS, 1, cores)
     rows = next((n for n in FEW_ROWS if tokens <= n), FEW_ROWS[-1])
-    if result.gate is not None or result.quantised:
-        return BlockConfig(rows, 1, cores)
-    whole = -(-tokens // rows) * columns
-    return BlockConfig(rows, parts_of(Items(columns, PART, steps), float(whole), cores), cores)
+    cluster = cluster_of(-(-tokens // rows) * columns, steps_of(x, matrices[0]) or 1, cores)
+    return BlockConfig(rows, 1, cores // cluster, cluster=cluster)
+
+
+def cluster_of(items: int, steps: int, cores: int) -> int:
+    """Return among how many thread blocks the contraction of few items is cut.
+
+    Half of the memory's rate is fast enough: what a cluster adds up takes time, too.
+    """
+    if reading_share(float(items), cores) > 0.5:
+        return 1
+    most = min(cores // items, steps // LEAST_STEPS)
+    return next((n for n in CLUSTERS if n <= most and steps % n == 0), 1)
 
 
 def can_be_many(matrices: tuple[BlockMatrix, ...], result: Result) -> bool:
-    """Whether the registers are enough for tiles of many rows."""
-    return result.gate is None or matrices[0].blocks is None
+    """Whether the registers are enough for tiles of many rows; plain numbers have only few."""
+    return not matrices[0].is_plain and (result.gate is None or matrices[0].blocks is None)
 
 
 def block_of(x: BlockCodes, matrix: BlockMatrix, has_tiles: bool = False) -> int | None:
-    """Return how many inputs have a scale in common; None: no block that there is.
+    """Return how many inputs share a scale, or are a step; None: no block that there is.
 
     With tiles, of rows that have an expert each, matrices are those of experts.
     """
-    values, steps = matrix.values, x.scale.shape[0]
+    values = matrix.values
+    if matrix.is_plain and len(values.shape) == 3:
+        return values.shape[1]
+    if x.scale is None:
+        return next((n for n in PLAIN_BLOCKS if values.shape[-1] % n == 0), None)
     if len(values.shape) == 3 and not has_tiles:
         return values.shape[-1]
-    return next((n for n in BLOCKS if -(-values.shape[-1] // n) == steps), None)
+    return next((n for n in BLOCKS if -(-values.shape[-1] // n) == x.scale.shape[0]), None)
+
+
+def steps_of(x: BlockCodes, matrix: BlockMatrix, has_tiles: bool = False) -> int | None:
+    """Return the blocks of a contraction; None: no block that there is."""
+    if x.scale is not None:
+        return x.scale.shape[0]
+    block = block_of(x, matrix, has_tiles)
+    return None if block is None else -(-x.values.shape[1] // block)
 
 
 def make_problem(inputs: Inputs, config: BlockConfig, result: Result) -> Problem:
     """Describe a product for which `wrong_block` has nothing to say."""
-    (x, x_scale), matrices = inputs.x, inputs.matrices
-    block = block_of(inputs.x, matrices[0], inputs.tiles is not None)
-    assert block is not None
-    outs = tuple(matrix.values.shape[-2] for matrix in matrices)
-    rows, splits, num_blocks, stages = config
-    is_row = inputs.tiles is None and len(matrices[0].values.shape) == 3
+    x, matrices = inputs.x.values, inputs.matrices
+    has_tiles = inputs.tiles is not None
+    block = block_of(inputs.x, matrices[0], has_tiles)
+    steps = steps_of(inputs.x, matrices[0], has_tiles)
+    assert block is not None and steps is not None
+    outs = tuple(matrix.outputs for matrix in matrices)
+    rows, splits, num_blocks, stages, cluster = config
+    is_row = not has_tiles and len(matrices[0].values.shape) == 3
     problem = Problem(
         result,
         outs[:1] if result.gate is not None else outs,
         rows < MANY_ROWS,
         rows,
         x.shape[0],
-        math.gcd(x.shape[1], matrices[0].values.shape[-1]),
+        block if matrices[0].is_plain else math.gcd(x.shape[1], matrices[0].values.shape[-1]),
         block,
-        x_scale.shape[0] // splits,
+        steps // (splits * cluster),
         splits,
         0,
         num_blocks,
         is_row,
+        cluster,
+        x.dtype,
     )
-    staged = (rows + problem.parts * PART) * block + max(rows, LEAST_COPIED) * 4
+    staged = (rows + problem.parts * PART) * block * jnp.dtype(x.dtype).itemsize
+    staged += 0 if problem.is_plain else max(rows, LEAST_COPIED) * 4
     written = 0 if problem.is_turned else rows * PART * jnp.dtype(_written(problem)).itemsize
     left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - written
     return problem._replace(stages=stages or min(left // staged, MAX_STAGES))
@@ -227,8 +302,10 @@ def _written(problem: Problem) -> DTypeLike:
 
 def shared_memory(problem: Problem) -> Shared:
     """Describe the shared memory of a thread block."""
-    rows, stages, block, code = problem.rows, problem.stages, problem.block, FP8
+    rows, stages, block, code = problem.rows, problem.stages, problem.block, problem.operands
     columns = next(n for n in BLOCKS if block % n == 0 and problem.inputs % n == 0)
+    columns = COLUMNS if problem.is_plain else columns
+    own = (block, PART) if problem.is_plain and problem.is_row_parallel else (PART, block)
     quantised, dtype = problem.result.quantised, _written(problem)
     shape = (WARPGROUPS, rows, CHANNELS) if problem.few else (WARPGROUPS, CHANNELS, PART)
     out = plgpu.SMEM(shape, dtype)
@@ -238,15 +315,20 @@ def shared_memory(problem: Problem) -> Shared:
         out = swizzled(shape, dtype, CHANNELS)
     scales = jnp.float32
     return Shared(
-        weights=(swizzled((stages, PART, block), code, columns),) * problem.parts,
+        weights=(swizzled((stages, *own), code, columns),) * problem.parts,
         x=swizzled((stages, rows, block), code, columns),
-        x_scale=plgpu.SMEM((stages, max(rows, LEAST_COPIED)), scales),
+        x_scale=None if problem.is_plain else plgpu.SMEM((stages, max(rows, LEAST_COPIED)), scales),
         out=None if problem.is_turned else out,
         most=plgpu.SMEM((WARPGROUPS, rows), scales) if quantised and problem.few else None,
         scale=plgpu.SMEM((rows,), scales) if quantised else None,
-        full=plgpu.Barrier(num_arrivals=problem.parts + 2, num_barriers=stages),
+        full=plgpu.Barrier(
+            num_arrivals=problem.parts + (1 if problem.is_plain else 2), num_barriers=stages
+        ),
         free=plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
         both=plgpu.Barrier(num_arrivals=WARPGROUPS) if quantised and problem.few else None,
+        cluster=plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=WARPGROUPS)
+        if problem.cluster > 1
+        else None,
     )
 
 
@@ -256,7 +338,7 @@ def ring_of(problem: Problem, shared: Shared) -> Ring:
 
 
 def count_items(problem: Problem, inputs: Inputs) -> jax.Array:
-    """Return how many items this thread block has."""
+    """Return how many items this thread block has, or its cluster."""
     tiles = problem.tiles if inputs.tiles is None else count_tiles(inputs.tiles.ends)
     return share_of_items(tiles * problem.columns * problem.splits, problem.num_blocks)
 
@@ -281,4 +363,6 @@ def read_item(problem: Problem, inputs: Inputs, nth: jax.Array) -> Item:
     column, split = lax.div(piece, jnp.int32(problem.splits)), jnp.int32(0)
     if problem.splits > 1:
         split = lax.rem(piece, jnp.int32(problem.splits))
+    elif problem.cluster > 1:
+        split = lax.axis_index(CLUSTER)
     return Item(begin + within - piece * size, column, split, expert)

@@ -1,7 +1,8 @@
 """Products of e4m3 codes with a scale for every block of inputs, for Hopper, in Mosaic GPU.
 
-A stage of shared memory is a block of the contraction, whose sums are scaled as they are added:
-what e4m3 on Hopper wants anyway, as its instructions keep 14 bits of a sum.
+Plain numbers of few rows are multiplied by the same loop, without scales. A stage of shared memory
+is a block of the contraction, whose sums are scaled as they are added: what e4m3 on Hopper wants
+anyway, as its instructions keep 14 bits of a sum.
 
     few rows     D^T: 128 channels by 16 to 64 rows, weights on the long side of an instruction
     many rows    D: 128 rows by 128 channels
@@ -13,7 +14,8 @@ What comes out is one of
     sums         [splits, channels, rows] float32, of parts of the contraction: to be added up
 
 of one matrix; of several, joined: their channels follow each other (q, k, v); or of gate and up,
-activated. Three warpgroups: one fetches (`block_fetch`), two compute.
+activated. Three warpgroups: one fetches (`block_fetch`), two compute. Where a cluster has an item,
+its first thread block adds up what the others have, in their order, and writes what comes out.
 """
 
 import functools
@@ -28,6 +30,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.block_fetch import fetch
 from pallas_kernels.block_finish import Sums, Worker, finish
 from pallas_kernels.block_problem import (
+    CLUSTER,
+    CLUSTERS,
     FEW_ROWS,
     MANY_ROWS,
     SEGMENT,
@@ -45,12 +49,14 @@ from pallas_kernels.block_problem import (
     make_problem,
     read_item,
     shared_memory,
+    steps_of,
 )
-from pallas_kernels.grouped_split import CHANNELS, PART, WARPGROUPS
+from pallas_kernels.grouped_split import CHANNELS, PART, PLAIN_BLOCKS, WARPGROUPS
 from pallas_kernels.mosaic import FP8, WGMMA, Accumulator
 from pallas_kernels.product_ring import run_warpgroups
 
 NUMBERS = Result()
+PLAIN = jnp.bfloat16, jnp.float16
 ROWS = 8  # of which there is a multiple: a tile of shared memory, as the copy engine has them
 
 
@@ -89,10 +95,11 @@ def wrong_block(
     config: BlockConfig | None = None,
 ) -> list[str]:
     """Say what the kernel cannot do."""
+    if x.scale is None:
+        return _wrong_plain(x, matrices) + _wrong_result(x, matrices, result, config)
     wrong, (steps, _), inputs = [], x.scale.shape, x.values.shape[1]
     for matrix in matrices:
-        values, block = matrix.values, block_of(x, matrix)
-        own = values.shape[-1] * (values.shape[0] if len(values.shape) == 3 else 1)
+        values, block, own = matrix.values, block_of(x, matrix), matrix.inputs
         if x.values.dtype != FP8 or values.dtype != FP8:
             wrong.append(f"x of {x.values.dtype} and weights of {values.dtype}: must be codes")
         if block is None or block % SEGMENT or not SEGMENT <= block <= PART:
@@ -102,13 +109,33 @@ def wrong_block(
         if inputs % SEGMENT or own % SEGMENT:
             wrong.append(f"{inputs} and {own} inputs must be multiples of {SEGMENT}")
         wrong += _wrong_scales(matrix, steps)
-        if values.shape[-2] % CHANNELS:
-            wrong.append(f"{values.shape[-2]} outputs must be a multiple of {CHANNELS}")
+    return wrong + _wrong_result(x, matrices, result, config)
+
+
+def _wrong_plain(x: BlockCodes, matrices: tuple[BlockMatrix, ...]) -> list[str]:
+    """Say what it cannot do with numbers."""
+    wrong, (tokens, inputs), dtype = [], x.values.shape, x.values.dtype
+    if tokens > FEW_ROWS[-1]:
+        wrong.append(f"{tokens} rows of plain numbers are more than {FEW_ROWS[-1]}")
+    for matrix in matrices:
+        block = block_of(x, matrix)
+        if dtype not in PLAIN or matrix.values.dtype != dtype:
+            wrong.append(f"x of {dtype} and weights of {matrix.values.dtype}: must be of 16 bits")
+        if block not in PLAIN_BLOCKS or matrix.inputs != inputs:
+            wrong.append(f"{inputs} and {matrix.inputs} inputs must be multiples of 64")
+    return wrong
+
+
+def _wrong_result(
+    x: BlockCodes, matrices: tuple[BlockMatrix, ...], result: Result, config: BlockConfig | None
+) -> list[str]:
+    """Say which channels and results it has not, and what of a config is wrong."""
+    outs, steps = [matrix.outputs for matrix in matrices], steps_of(x, matrices[0]) or 1
+    wrong = [f"{out} outputs must be a multiple of {CHANNELS}" for out in outs if out % CHANNELS]
     kinds = {len(matrix.values.shape) for matrix in matrices}
     kinds |= {matrix.blocks is None for matrix in matrices}
     if len(kinds) > 2:
         wrong.append("matrices are of different kinds")
-    outs = [matrix.values.shape[-2] for matrix in matrices]
     if result.gate is not None and (len(outs) != 2 or outs[0] != outs[1]):
         wrong.append("gate and up are two matrices of as many outputs")
     elif result.gate is None and any(out % PART for out in outs[:-1]):
@@ -121,7 +148,7 @@ def wrong_block(
 def _wrong_scales(matrix: BlockMatrix, steps: int) -> list[str]:
     if matrix.blocks is None:
         return []
-    wanted = (-(-matrix.values.shape[-2] // PART), steps)
+    wanted = (-(-matrix.outputs // PART), steps)
     wanted = wanted[::-1] if len(matrix.values.shape) == 3 else wanted
     if matrix.blocks.shape == wanted:
         return []
@@ -134,14 +161,18 @@ def _wrong_config(
     wrong = []
     if config.rows not in (*FEW_ROWS, MANY_ROWS):
         wrong.append(f"tiles of {config.rows} rows; there are {FEW_ROWS} and {MANY_ROWS}")
-    if steps % config.splits:
-        wrong.append(f"{config.splits} splits of {steps} steps: they must divide them")
-    if config.splits > 1 and config.rows == MANY_ROWS:
+    cuts = config.splits * config.cluster
+    if steps % cuts:
+        wrong.append(f"{cuts} splits of {steps} steps: they must divide them")
+    if cuts > 1 and config.rows == MANY_ROWS:
         wrong.append(f"splits of tiles of {MANY_ROWS} rows")
+    if config.cluster not in (1, *CLUSTERS) or (config.cluster > 1 and config.splits > 1):
+        wrong.append(f"clusters of {config.cluster} thread blocks; there are {CLUSTERS}, or splits")
     if config.splits > 1 and (result.quantised or result.gate is not None):
         wrong.append("sums of parts of a contraction can be neither activated nor quantised")
     if not can_be_many(matrices, result) and config.rows == MANY_ROWS:
-        wrong.append(f"gate and up with scales of blocks, and {MANY_ROWS} rows: registers spill")
+        words = "not of numbers; with scales of blocks gates spill"
+        wrong.append(f"tiles of {MANY_ROWS} rows: {words}")
     return wrong
 
 
@@ -150,17 +181,13 @@ def _padded(x: BlockCodes) -> BlockCodes:
     rest = -x.values.shape[0] % ROWS
     if not rest:
         return x
-    return BlockCodes(
-        *(
-            jnp.pad(*each)
-            for each in ((x.values, ((0, rest), (0, 0))), (x.scale, ((0, 0), (0, rest))))
-        )
-    )
+    scale = None if x.scale is None else jnp.pad(x.scale, ((0, 0), (0, rest)))
+    return BlockCodes(jnp.pad(x.values, ((0, rest), (0, 0))), scale)
 
 
 def whole_channels(matrix: BlockMatrix) -> BlockMatrix:
     """Return a matrix whose numbers of channels end with a block of them."""
-    rest = -matrix.values.shape[-2] % PART
+    rest = -matrix.outputs % PART
     if not rest:
         return matrix
 
@@ -178,6 +205,9 @@ def run_product(problem: Problem, inputs: Inputs) -> list[jax.Array]:
     result = problem.result
     gated = "product" if result.gate is None else "gated"
     name = f"block_{gated}_{'few' if problem.few else 'many'}"
+    cluster: dict[str, Any] = {}
+    if problem.cluster > 1:
+        cluster = {"cluster": (problem.cluster,), "cluster_names": (CLUSTER,)}
     return plgpu.kernel(
         functools.partial(_kernel, problem, tree),
         out_type=out_type(problem),
@@ -189,11 +219,19 @@ def run_product(problem: Problem, inputs: Inputs) -> list[jax.Array]:
         kernel_name=name if inputs.tiles is None else f"grouped_{gated}",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=result.interpret,
+        **cluster,
     )(*arrays)
 
 
 def out_type(problem: Problem) -> list[jax.ShapeDtypeStruct]:
-    """Return what comes out."""
+    """Return what comes out; last what clusters add up, which nobody reads afterwards."""
+    made = _made(problem)
+    if problem.cluster > 1:
+        made.append(jax.ShapeDtypeStruct(problem.sums_shape, jnp.float32))
+    return made
+
+
+def _made(problem: Problem) -> list[jax.ShapeDtypeStruct]:
     tokens, channels, result = problem.tokens, problem.channels, problem.result
     if problem.is_turned:
         parts = problem.parts if problem.splits > 1 else 1
@@ -245,11 +283,15 @@ def _multiply(worker: Worker, item: Item, before: jax.Array) -> Sums:
             scales = _block_scales(worker, item, k)
         slot = lax.rem(before + k, stages)
         plgpu.barrier_wait(shared.full.at[slot])
-        own = pl.ds(0, problem.rows) if problem.few else mine
-        here = shared.x_scale.at[slot, own]
-        row = plgpu.load(here, layout=WGMMA.reduce(1 - rows_axis), optimized=False)
+        row = None
+        if shared.x_scale is not None:
+            own = pl.ds(0, problem.rows) if problem.few else mine
+            here = shared.x_scale.at[slot, own]
+            row = plgpu.load(here, layout=WGMMA.reduce(1 - rows_axis), optimized=False)
 
         def add(total: jax.Array, product: jax.Array, scale: Any) -> jax.Array:
+            if row is None:
+                return total + product
             factor = row if scale is None else row * scale
             return total + product * lax.broadcast_in_dim(factor, problem.shape, [rows_axis])
 
@@ -280,10 +322,15 @@ def _products(worker: Worker, slot: jax.Array, parts: tuple[int, ...]) -> Sums:
     problem, (weights, x, *_) = worker.problem, worker.shared
     mine = pl.ds(worker.me * CHANNELS, CHANNELS)
 
+    def own(part: int) -> Any:  # channels of weights first
+        if problem.is_plain and problem.is_row_parallel:
+            return weights[part].at[slot, pl.ds(0, problem.block), mine].transpose((1, 0))
+        return weights[part].at[slot, mine]
+
     def multiply(*totals: Any) -> Sums:
         for total, part in zip(totals, parts, strict=True):
             if problem.few:
-                plgpu.wgmma(total, weights[part].at[slot, mine], x.at[slot].transpose((1, 0)))
+                plgpu.wgmma(total, own(part), x.at[slot].transpose((1, 0)))
             else:
                 plgpu.wgmma(total, x.at[slot, mine], weights[part].at[slot].transpose((1, 0)))
         return tuple(total[...] for total in totals)

@@ -18,6 +18,7 @@ PARTS = 2  # gate and up, or two neighbours of down
 STEP_BYTES = 128  # of the contraction, in a stage of shared memory: what a swizzle spans
 CODE, FOUR_BITS = 1, 0.5  # bytes of a number
 BLOCK = 128  # inputs of codes that share a scale
+PLAIN_BLOCKS = 128, 64  # numbers of 16 bits in a step of dense matrices, of two swizzles or one
 FOUR_BIT_STEPS = 128, 64  # numbers: a stage has room for as many of the rows
 MOST_PADDED = 1 / 16  # of a contraction in such steps, which end in zeros: those of 2,880 are 23
 # A multiprocessor is taken to read at most so many times its share of the memory's rate.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
@@ -56,6 +57,24 @@ def store(ref: Any, values: jax.Array) -> None:
 def code_scale(most: jax.Array) -> jax.Array:
     """Return what the codes of a block are in units of, whose largest number is `most`."""
     return jnp.maximum(most, LEAST_SCALED) * (1 / LARGEST_CODE)
+
+
+def fence(interpret: Any) -> None:
+    """Order what this thread has written before what it does next, for all of the GPU.
+
+    The interpreter, which orders memory by barriers alone, has no word for it.
+    """
+    if interpret:
+        return
+
+    def order(_: Any) -> None:
+        text, name = ir.StringAttr.get, "llvm.inline_asm"  # jax.extend has no dialect of it
+        words: dict[str, Any] = {"asm_string": text("fence.acq_rel.gpu;"), "constraints": text("")}
+        words |= {"has_side_effects": ir.UnitAttr.get()}
+        ir.Operation.create(name, [ir.Type.parse("!llvm.void")], attributes=words)
+
+    put: Any = plgpu.inline_mgpu()(order)
+    put()
 
 
 def oldest_seen(position: jax.Array, window: Window | None) -> jax.Array:

@@ -36,7 +36,7 @@ FP8_DECODE, FP8_PREFILL = (1.5, 2.0), 0.8  # codes are widened in shared memory:
 DECODE_FIXED_US = (6.0, 9.0, 13.0)  # a launch or two, the first bytes, the last reduction
 PREFILL_RATE = (350e12, 500e12, 620e12)  # FLOP/s at head dim 128; FlashAttention-3 has 600 to 650
 PING_PONG_GAIN = 1.1  # FlashAttention-3, arXiv 2407.08608, section 3.1: 570 to 620-640 TFLOP/s
-LAUNCHES, LOOP_LAUNCHES = 15, 60  # of a layer, as compiled; with 4 rounds of the loops instead
+LAUNCHES, LOOP_LAUNCHES = 11, 60  # of a layer, as compiled; with 4 rounds of the loops instead
 STREAM_US = 1.5  # more from one kernel to the next one where they are launched, not in a graph
 # Of experts: what launches and the first bytes take; shares of the GEMM that full tiles have, of a
 # copy; and how many more bytes than the rows' own are read and written around the products.

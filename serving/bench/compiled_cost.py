@@ -36,7 +36,7 @@ from shiftjax.device.all_reduces import all_reduce_kind
 from shiftjax.parallel.grid import Mode
 
 KERNEL_CALL = 'custom_call_target="mosaic_gpu'
-PRODUCTS = ("block_",)  # kernels that multiply codes, by how their names begin
+PRODUCTS = ("block_",)  # kernels that multiply codes, or numbers, by how their names begin
 SWITCHED = "sum_norm", "sum_norm_rows", "sum_rows"  # kernels of sums by a switch, one and two shots
 SWITCH = "all-reduce, switch"  # their kind
 _THROUGH = ("bitcast", "reshape", "copy", "convert")  # inside a fusion: nothing is read twice
@@ -241,9 +241,10 @@ def kernel_name(call: Instruction) -> str:
 
 
 def _own_kernel(one: Instruction, call: Instruction, program: _Program, prices: Prices) -> Kernel:
-    """A Mosaic kernel that reads and writes its arrays, each once: a norm, or a product of codes.
+    """A Mosaic kernel that reads and writes its arrays, each once: a norm, or a product.
 
-    Codes of a product's rows come first, [rows, inner], and those of its matrices follow.
+    Codes of a product's rows come first, [rows, inner], and those of its matrices follow; of a
+    product of numbers that is all.
     """
     machine, name = prices.machine, kernel_name(call)
     if name in SWITCHED:
@@ -251,9 +252,10 @@ def _own_kernel(one: Instruction, call: Instruction, program: _Program, prices: 
     arrays = [program.shapes[operand] for operand in call.operands]
     moved = sum(map(shape_bytes, arrays)) + shape_bytes(call.shape)
     if name.startswith(PRODUCTS):
-        (rows, inner), *matrices = (sizes_of(each) for each in arrays if each.startswith("f8"))
+        codes = [each for each in arrays if each.startswith("f8")]
+        (rows, inner), *matrices = map(sizes_of, codes or arrays)
         columns = sum(map(math.prod, matrices)) // inner
-        product = Product(rows, inner, columns, is_of_codes=True)
+        product = Product(rows, inner, columns, is_of_codes=bool(codes))
         return _product(name, one.shape, moved, product, prices)
     reading = moved / (machine.memory_bytes_per_second * machine.memory_efficiency)
     return Kernel("kernel", name, one.shape, moved, 0, machine.kernel_seconds + reading)

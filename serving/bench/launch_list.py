@@ -19,7 +19,10 @@ _SHAPING = (
     *("get-tuple-element", "iota"),
 )
 # Where a product is written, whoever multiplies: its name is that of who asks for it.
-_OF_PRODUCTS = ("products.py", "part.py", "four_bits.py", "packed_backend.py", "product_backend.py")
+_OF_PRODUCTS = (
+    *("products.py", "part.py", "four_bits.py", "packed_backend.py", "product_backend.py"),
+    "block_product.py",
+)
 ENDS = ("product", "collective")  # of a layer, and of attention
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")

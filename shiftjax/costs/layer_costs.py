@@ -101,9 +101,13 @@ class LayerCosts:
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
         moves, switched = self.switch.split(mode, num_tokens, parts, moves)
-        kernels = num_products + 1 + self.engine.num_layer_launches(formats.dense, mode.sp > 1)
+        engine, own = self.engine, (formats.dense, num_tokens // mode.sp)
+        exchanges = mode.sp > 1
+        kernels = num_products + 1 + engine.num_layer_launches(*own, exchanges=exchanges)
+        if part is not None:  # whose own kernels have it
+            kernels -= engine.launches_of(*own, exchanges=exchanges).count("activation")
         kernels -= sum(move.num_times for move in switched)  # of norms
-        kernels += self.engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
+        kernels += engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
         beside = self._elementwise_seconds(mode, num_tokens, parts, part)
         moving = self.move(moves) + self.switch.seconds(mode, num_tokens, switched)
         cost = StepCost(
@@ -166,7 +170,8 @@ class LayerCosts:
         cached = layout.cache.numbers if parts.num_kv else 0
         inner = self._mlp_width(parts, t) if part is None else 0
         widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
-        names = self.engine.launches_of(formats.dense, mode.sp > 1) or PLAIN_LAUNCHES
+        names = self.engine.launches_of(formats.dense, local, exchanges=mode.sp > 1)
+        names = names or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)
         if self.switch.shots(mode, num_tokens) == 2:  # a device norms its own rows
             norms = [name for name in names if "norm" in name]

@@ -53,6 +53,9 @@ LAUNCHES: Mapping[str, Moved] = MappingProxyType(
         "rotate k": Moved(),
         "rotate and write k": Moved(),
         "cut off v": Moved(),
+        "rotate, pack": Moved(),
+        "unpack": Moved(),
+        "write k": Moved(),
         "write v": Moved(),
         "write k and v": Moved(),
         "rotate, write": Moved(),
@@ -69,10 +72,6 @@ LAUNCHES: Mapping[str, Moved] = MappingProxyType(
     }
 )
 """Rows that an engine's file may name."""
-AFTER_EXCHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"combine, codes": ("combine", "largest of heads", "codes of heads", "scales of heads")}
-)
-"""What a launch becomes where attention's output is exchanged, as numbers, before it is read."""
 PLAIN = ("add, norm", "add, norm", "activation")  # what is moved without a list; not the number
 
 

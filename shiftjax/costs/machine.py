@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shiftjax.costs.layer_launches import AFTER_EXCHANGE
-
 ANY = "bfloat16"  # `formats.AUTO`: its constant is that of formats without one
 
 
@@ -143,7 +141,6 @@ class EngineOverhead:
     host_seconds_distributed: float
     host_seconds_per_sequence: float
     overlaps: bool
-    kernels_per_exchange: int  # packing and unpacking around an all-to-all
     kernels_per_step: int
     graph_tokens: int
     eager_kernel_seconds: float
@@ -172,24 +169,31 @@ class EngineOverhead:
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     # They are Triton's, and each expert is divided over the devices: vLLM, SGLang.
     fuses_experts: bool = False
-    expert_kernels: int = 0  # of a layer of experts, beside router, products and activation
+    # Of a layer of experts, beside router, products and an activation that all layers launch.
+    expert_kernels: int = 0
+    kernels_per_exchange: int = 0  # packing and unpacking around an all-to-all, if not listed
     kernels_per_layer: int = 0  # norms, rotary ...: all but products and collectives; or as names,
     # by the format of the layer's matrices: rows of `costs/layer_launches.py`.
     layer_launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # In the place of these where heads are exchanged, packing and unpacking included.
+    exchanged_launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    # And these of more rows on a device than `few_rows`, whose products do no more than multiply.
+    many_rows_launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    few_rows: int = 0
 
-    def launches_of(self, fmt: str, exchanges: bool = False) -> tuple[str, ...]:
-        """Names of a layer's launches with matrices of a format; () where the file has no list.
+    def launches_of(self, fmt: str, rows: int = 0, *, exchanges: bool = False) -> tuple[str, ...]:
+        """Names of a layer's launches, with matrices of a format and so many rows on the device.
 
-        `exchanges` says whether tokens and heads are exchanged around attention.
+        () where the file has no list.
         """
-        names = self.layer_launches.get(fmt, self.layer_launches.get(ANY, ()))
-        if not exchanges:
-            return names
-        return tuple(one for name in names for one in AFTER_EXCHANGE.get(name, (name,)))
+        own = self.exchanged_launches if exchanges else {}
+        own, more = own or self.layer_launches, self.many_rows_launches
+        more = more if rows > self.few_rows else {}
+        return own.get(fmt, own.get(ANY, ())) + more.get(fmt, more.get(ANY, ()))
 
-    def num_layer_launches(self, fmt: str, exchanges: bool = False) -> int:
+    def num_layer_launches(self, fmt: str, rows: int = 0, *, exchanges: bool = False) -> int:
         """Kernels of a layer beside products, attention and collectives."""
-        return self.kernels_per_layer or len(self.launches_of(fmt, exchanges))
+        return self.kernels_per_layer or len(self.launches_of(fmt, rows, exchanges=exchanges))
 
     def host(self, num_sequences: int, num_devices: int) -> float:
         """Return the host's seconds per step for so many sequences and devices."""

@@ -90,7 +90,7 @@ class Trial:
         tuples = {"windows": tuple(windows), "bucket": tuple(shape["bucket"])}
         sums = SumShape(*shape["sums"]) if shape.get("sums") else None
         parts = {"experts": experts, "packed": _packed_of(shape), "sums": sums}
-        parts["codes"] = _codes_of(shape)
+        parts |= {name: _codes_of(shape, name) for name in ("codes", "plain")}
         parts["entry"] = _entry_of(shape)
         parts["norm"] = NormShape(*shape["norm"]) if shape.get("norm") else None
         shape = Shape(**shape | tuples | parts)
@@ -109,9 +109,9 @@ def _packed_of(shape: dict[str, Any]) -> PackedShape | None:
     return PackedShape(tuple(PackedMatrix(*each) for each in matrices), *others)
 
 
-def _codes_of(shape: dict[str, Any]) -> CodeShape | None:
-    """Return the matrices of codes of a shape that was read."""
-    if not (read := shape.get("codes")):
+def _codes_of(shape: dict[str, Any], name: str) -> CodeShape | None:
+    """Return the matrices of codes, or of numbers, of a shape that was read."""
+    if not (read := shape.get(name)):
         return None
     matrices, *others = read
     return CodeShape(tuple(CodeMatrix(*each) for each in matrices), *others)
@@ -285,7 +285,7 @@ def try_packed(step: PackedStep, shape: PackedShape, devices: Sequence[Device]) 
 
 
 def try_codes(step: CodeStep, shape: CodeShape, devices: Sequence[Device]) -> Problem | None:
-    """Run one product of codes; None: nothing is wrong."""
+    """Run one product of codes, or of numbers; None: nothing is wrong."""
     outputs = partial(product_cases.outputs_of, shape=shape, step=step, devices=devices)
     right = outputs(product_cases.operations(shape, step))
     multiply = product_cases.kernels(shape, step, pallas_codes(devices[0]))
@@ -342,12 +342,12 @@ def tries_of(
 ) -> Iterator[tuple[str, Callable[[], Problem | None]]]:
     """Yield what is tried, by name: attention, and what the deployment has beside it.
 
-    Or sums over devices alone: what is wrong with them leaves attention as it is.
+    Or sums over devices alone, or products of numbers: what is wrong with them leaves attention as
+    it is.
     """
     shape = trial.shape
-    if shape.sums is not None:
-        for step in sum_cases.sum_steps(shape.sums, len(devices)):
-            yield step.name, partial(try_sums, step, shape.sums, devices)
+    if shape.sums is not None or shape.plain is not None:
+        yield from _tries_alone(shape, devices)
         return
     for step in steps_of(shape, trial.cases):
         yield step.name, partial(try_step, step, shape, kernels, devices)
@@ -375,6 +375,17 @@ def tries_beside(
     if shape.codes is not None:
         for step in product_cases.code_steps(shape.codes):
             yield step.name, partial(try_codes, step, shape.codes, devices)
+
+
+def _tries_alone(
+    shape: Shape, devices: Sequence[Device]
+) -> Iterator[tuple[str, Callable[[], Problem | None]]]:
+    if shape.sums is not None:
+        for step in sum_cases.sum_steps(shape.sums, len(devices)):
+            yield step.name, partial(try_sums, step, shape.sums, devices)
+    if shape.plain is not None:
+        for step in product_cases.code_steps(shape.plain):
+            yield step.name, partial(try_codes, step, shape.plain, devices)
 
 
 def run_trial(trial: Trial, say: Callable[..., None]) -> None:

@@ -93,6 +93,7 @@ def check_attention(check: KernelCheck, devices: Sequence[Device], shape: Shape)
     """
     verdict = find_verdict(check, devices, shape)
     kernels = "attention kernels" if shape.sums is None else "kernel of sums by the switch"
+    kernels = kernels if shape.plain is None else "products of numbers"
     machine = f"{len(devices)} x {devices[0].device_kind}"
     when = "in an earlier start" if verdict.was_kept else f"in {verdict.seconds:.1f} s"
     if verdict.problem is None:

@@ -58,6 +58,7 @@ class Shape:
     norm: NormShape | None = None  # of the residual stream
     entry: EntryShape | None = None  # of what takes heads to attention in one launch
     sums: SumShape | None = None  # then sums over devices are tried, and nothing else
+    plain: CodeShape | None = None  # matrices of numbers: then products with them, nothing else
 
     @property
     def layout(self) -> Layout:

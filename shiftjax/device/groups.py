@@ -30,7 +30,7 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.product_backend import XLA_CODES, choose_products
+from shiftjax.models.product_backend import XLA_CODES, CodeShape, choose_products
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
@@ -79,7 +79,9 @@ def define_steps(
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
         experts = choose_experts(layout.model, of_width.formats, own, attention.name)
-        products = choose_products(layout, of_width.formats, own, attention.name)
+        try_plain = None if check is None else partial(_try_plain, of_width, check)
+        how = layout, of_width.formats, own, attention.name
+        products = choose_products(*how, try_plain)
         groups = grid.groups(width)
         meshes = {group: group_mesh(devices, grid, group) for group in groups}
         try_sums = None if check is None else partial(_try_sums, of_width, check)
@@ -106,6 +108,13 @@ def define_steps(
             kernels = {"products": products, "norms": norms, "sums": sums}
             found[group] = replace(step, expert_modes=used, **kernels)
     return found
+
+
+def _try_plain(deployment: Deployment, check: TryKernels, plain: CodeShape) -> str | None:
+    """Try products of numbers, beside which nothing of the shape counts."""
+    largest = deployment.buckets[-1]
+    own = deployment.layout, deployment.formats, deployment.block_size, largest
+    return check(replace(shape_of(*own, deterministic=False), plain=plain))
 
 
 def _try_sums(deployment: Deployment, check: TryKernels, sums: SumShape) -> str | None:

@@ -1,4 +1,4 @@
-"""What products of codes must get right before they serve; see `attention_cases`.
+"""What products of codes and of numbers must get right before they serve; see `attention_cases`.
 
 Held against XLA's version on the same device, with matrices as large as the deployment's. Those
 with as many inputs are cut alike: the least and the largest of them stand for all.
@@ -24,6 +24,7 @@ from shiftjax.models.product_backend import (
 )
 from shiftjax.models.products import (
     BLOCK,
+    Activations,
     Codes,
     Matrix,
     gate_with,
@@ -34,10 +35,12 @@ from shiftjax.models.products import (
 from shiftjax.parallel.grid import Device
 
 TOKENS = 20, 300  # tiles of few rows, cut where there are few of them; and of 128
+PLAIN_TOKENS = 12, 64  # of numbers few rows alone: the smallest tile and the largest
+PARTS = "joined matrices, in parts"  # that are added up later
 MOST_ERROR = 1e-2  # of a token, relative to its norm: a scale of another block is more
 MOST_OF_CODES = 5e-2  # codes keep 4 bits: 2^-5 of a number
 
-Multiply = Callable[[Codes, tuple[Matrix, ...]], jax.Array]
+Multiply = Callable[[Activations, tuple[Matrix, ...]], jax.Array]
 
 
 class CodeStep(NamedTuple):
@@ -45,12 +48,14 @@ class CodeStep(NamedTuple):
 
     matrix: CodeMatrix
     tokens: int
-    kind: str = "a matrix"  # or "joined matrices", or "gate and up"
+    kind: str = "a matrix"  # or "joined matrices", PARTS, or "gate and up"
+    is_plain: bool = False  # numbers
 
     @property
     def name(self) -> str:
         """For people."""
-        return f"codes of {self.tokens} tokens with {self.kind} of {self.matrix}"
+        what = "numbers" if self.is_plain else "codes"
+        return f"{what} of {self.tokens} tokens with {self.kind} of {self.matrix}"
 
     @property
     def is_gated(self) -> bool:
@@ -60,7 +65,7 @@ class CodeStep(NamedTuple):
     @property
     def are_codes(self) -> bool:
         """Whether codes come out."""
-        return self.is_gated and self.matrix.outputs % BLOCK == 0
+        return self.is_gated and not self.is_plain and self.matrix.outputs % BLOCK == 0
 
 
 def code_steps(shape: CodeShape) -> Iterator[CodeStep]:
@@ -73,14 +78,25 @@ def code_steps(shape: CodeShape) -> Iterator[CodeStep]:
         for matrix in dict.fromkeys((min(matrices), max(matrices))):
             kinds = ["a matrix"]
             if not matrix.block:
-                kinds += ["joined matrices"] * (matrix.outputs % BLOCK == 0) + ["gate and up"]
-            yield from (CodeStep(matrix, tokens, kind) for kind in kinds for tokens in TOKENS)
+                joined = ["joined matrices", PARTS] if matrix.outputs % BLOCK == 0 else []
+                kinds += [*joined, "gate and up"]
+            some = PLAIN_TOKENS if shape.is_plain else TOKENS
+            steps = (CodeStep(matrix, tokens, kind) for kind in kinds for tokens in some)
+            yield from (step._replace(is_plain=shape.is_plain) for step in steps)
 
 
-def draw(shape: CodeShape, step: CodeStep) -> tuple[Codes, tuple[Matrix, ...]]:
+def draw(shape: CodeShape, step: CodeStep) -> tuple[Activations, tuple[Matrix, ...]]:
     """Return tokens and matrices, made where they are used; scales differ from block to block."""
     keys = iter(jax.random.split(jax.random.key(0), 6))
     x, (values, scale) = shape.arrays(step.matrix, step.tokens)
+    unit, count = step.matrix.inputs**-0.5, 1 if step.kind == "a matrix" else 2
+
+    def plain(like: jax.ShapeDtypeStruct, size: float) -> jax.Array:
+        return size * jax.random.normal(next(keys), like.shape, like.dtype)
+
+    if step.is_plain:
+        numbers = (plain(values, unit) for _ in range(count))
+        return plain(x[0], 1.0), tuple(map(Matrix, numbers))
 
     def codes(size: tuple[int, ...]) -> jax.Array:
         drawn = jax.random.uniform(next(keys), size, minval=-2.0, maxval=2.0)
@@ -89,8 +105,7 @@ def draw(shape: CodeShape, step: CodeStep) -> tuple[Codes, tuple[Matrix, ...]]:
     def scales(size: tuple[int, ...], unit: float) -> jax.Array:
         return unit * jnp.exp2(jax.random.uniform(next(keys), size, minval=-2.0, maxval=2.0))
 
-    tokens, unit = Codes(codes(x[0].shape), scales(x[1].shape, 1.0)), step.matrix.inputs**-0.5
-    count = 1 if step.kind == "a matrix" else 2
+    tokens = Codes(codes(x[0].shape), scales(x[1].shape, 1.0))
     matrices = (Matrix(codes(values.shape), scales(scale.shape, unit)) for _ in range(count))
     return tokens, tuple(matrices)
 
@@ -107,12 +122,18 @@ def kernels(shape: CodeShape, step: CodeStep, backend: ProductBackend) -> Multip
     """Return what multiplies with kernels; raises ValueError where they leave it to XLA."""
     dtype = FORMATS[shape.dtype].dtype
 
-    def multiply(x: Codes, matrices: tuple[Matrix, ...]) -> jax.Array:
-        own = tuple(matrix.coded for matrix in matrices)
+    def multiply(x: Activations, matrices: tuple[Matrix, ...]) -> jax.Array:
+        coded = x if isinstance(x, Codes) else (x, None)
+        own = tuple((matrix.values, matrix.scale) for matrix in matrices)
         if step.is_gated:
-            out = backend.gated(x, own, Gated(shape.activation, step.are_codes), dtype)
+            out = backend.gated(coded, own, Gated(shape.activation, step.are_codes), dtype)
+        elif step.kind == PARTS:
+            out = backend.parts(coded, own, dtype)
+            if out is not None and out.ndim == 3:
+                channels = sum(matrix.values.shape[0] for matrix in matrices)
+                out = out.sum(axis=0)[:channels, : step.tokens].T.astype(dtype)
         else:
-            out = backend.multiply(x, own, dtype)
+            out = backend.multiply(coded, own, dtype)
         if out is None:
             raise ValueError(f"there is no kernel for {step.name}")
         return numbers(Codes(*out), BLOCK, jnp.float32) if step.are_codes else out
@@ -124,9 +145,12 @@ def operations(shape: CodeShape, step: CodeStep) -> Multiply:
     """Return what XLA multiplies, which the kernels are held against."""
     dtype = FORMATS[shape.dtype].dtype
 
-    def multiply(x: Codes, matrices: tuple[Matrix, ...]) -> jax.Array:
+    def multiply(x: Activations, matrices: tuple[Matrix, ...]) -> jax.Array:
         if step.matrix.block:
-            return project_in(x, matrices[0], dtype=dtype)
+            values = matrices[0].values
+            if step.is_plain:
+                values = values.reshape(-1, values.shape[-1])
+            return project_in(x, matrices[0]._replace(values=values), dtype=dtype)
         if step.is_gated:  # in float32: the kernel rounds neither gate nor up
             outs = project_joined(x, matrices, XLA_PRODUCTS, jnp.float32)
             return gate_with(shape.activation, *outs)

@@ -1,14 +1,16 @@
-"""Which products matrices of codes have that are no experts': a table, chosen at build time.
+"""Which products matrices have that are no experts': a table, chosen at build time.
 
-    xla       numbers of the codes, multiplied by XLA (`products.py`): every platform and shape
+    xla       XLA multiplies (`products.py`): every platform and shape
     pallas    Mosaic kernels (`pallas_kernels/block_product.py`), where attention runs as kernels;
               matrices whose sizes they have not are left to XLA
 
-The kernels multiply e4m3 codes as they are. One launch takes q, k and v, and one gate and up with
-what follows; that one can give codes for the product after it.
+The kernels multiply e4m3 codes as they are, and numbers of 16 bits where rows are few: of more,
+XLA's products are as fast as the chip. One launch takes q, k and v, and one gate and up with what
+follows; that one can give codes for the product after it.
 """
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.gates import GELU_TANH, SILU, Gate
+from pallas_kernels.grouped_split import PLAIN_BLOCKS
 from shiftjax.arch.config import Activation
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
@@ -26,8 +29,9 @@ from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend, choose_pac
 from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.grid import Device
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.stored import SCALE, stored_weights
+from shiftjax.parallel.stored import SCALE, can_be_codes, stored_weights
 
+logger = logging.getLogger(__name__)
 TRACED_TOKENS = 8
 GATES: Mapping[Activation, Gate] = {
     "silu": SILU,
@@ -35,8 +39,10 @@ GATES: Mapping[Activation, Gate] = {
     "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
 }
 # Codes and scales: of activations, `[tokens, in]` and `[blocks, tokens]`; of a matrix as
-# `products.Matrix` has them.
-Coded = tuple[jax.Array, jax.Array]
+# `products.Matrix` has them. Numbers, without scales: a row-parallel matrix is `in_plain_blocks`.
+Coded = tuple[jax.Array, jax.Array | None]
+# Tries the kernels with matrices of numbers; says what is wrong, for people. None: nothing.
+TryPlain = Callable[["CodeShape"], str | None]
 
 
 class Gated(NamedTuple):
@@ -47,7 +53,7 @@ class Gated(NamedTuple):
 
 
 class ProductBackend(NamedTuple):
-    """One implementation of products of codes."""
+    """One implementation of products of codes, or of numbers."""
 
     name: str
     # (x, matrices, type) -> [tokens, channels] of all matrices; None: XLA multiplies.
@@ -68,17 +74,18 @@ class Products(NamedTuple):
 
     packed: PackedBackend = XLA_PACKED  # of four bits
     codes: ProductBackend = XLA_CODES  # of e4m3
+    plain: ProductBackend = XLA_CODES  # of numbers of 16 bits
 
 
 XLA_PRODUCTS = Products()
 
 
 class CodeMatrix(NamedTuple):
-    """A device's part of a matrix of codes."""
+    """A device's part of a matrix of codes, or of numbers."""
 
     outputs: int
     inputs: int
-    block: int  # of a row-parallel one; 0: column-parallel
+    block: int  # inputs of one, of a row-parallel matrix; 0: column-parallel
     scales: int  # of outputs, that blocks of them share; 0: of channels
 
     def __str__(self) -> str:
@@ -86,15 +93,20 @@ class CodeMatrix(NamedTuple):
 
 
 class CodeShape(NamedTuple):
-    """The matrices of codes of a device, in all modes, as kernels see them."""
+    """The matrices of codes, or of numbers, of a device, in all modes, as kernels see them."""
 
     matrices: tuple[CodeMatrix, ...]
     dtype: str  # of activations; a name of `arch.formats`
     activation: Activation = "silu"
+    is_plain: bool = False  # numbers
 
     def arrays(self, matrix: CodeMatrix, tokens: int) -> tuple[Any, Any]:
-        """Codes and scales of activations, and of the matrix, as shapes."""
+        """Codes and scales of activations, and of the matrix, as shapes; numbers have no scales."""
         outputs, inputs, block, scales = matrix
+        if self.is_plain:
+            make = functools.partial(jax.ShapeDtypeStruct, dtype=FORMATS[self.dtype].dtype)
+            size = (inputs // block, block, outputs) if block else (outputs, inputs)
+            return (make((tokens, inputs)), None), (make(size), None)
         blocks = -(-inputs // (block or BLOCK))
         size = (blocks, outputs, block) if block else (outputs, inputs)
         of_blocks = (blocks, scales) if block else (scales, blocks)
@@ -129,6 +141,39 @@ def code_shape(layout: Layout, formats: Formats) -> CodeShape | None:
     return CodeShape(tuple(sorted(found)), formats.activations, layout.model.activation)
 
 
+def plain_shape(layout: Layout, formats: Formats) -> CodeShape | None:
+    """Return the matrices of 16-bit numbers of a layout; None: its numbers are others."""
+    if FORMATS[formats.activations].dtype.itemsize != 2:
+        return None
+    found = set()
+    for weight in stored_weights(layout, formats):
+        axis = weight.axes[0]
+        if weight.kind != "matrix" or axis == "experts" or not can_be_codes(weight):
+            continue
+        for mode in layout.modes:
+            used = layout.used_in(weight, mode, layout.shift)
+            rows = weight.shape[0] if axis is None else layout.shard_rows(axis, used)
+            *before, last = rows, *weight.shape[1:]
+            first = math.prod(before)
+            block = plain_block(first) if weight.transposed else 0
+            sizes = (last, first) if weight.transposed else (first, last)
+            if block is not None:
+                found.add(CodeMatrix(*sizes, block, 0))
+    shape = CodeShape(tuple(sorted(found)), formats.activations, layout.model.activation)
+    return shape._replace(is_plain=True)
+
+
+def plain_block(inputs: int) -> int | None:
+    """Return the inputs of a block of a row-parallel matrix of numbers; None: there is no block."""
+    return next((block for block in PLAIN_BLOCKS if inputs % block == 0), None)
+
+
+def in_plain_blocks(values: jax.Array) -> jax.Array | None:
+    """See a matrix `[in, out]` as `[blocks, block, out]`; None: there is no block."""
+    block = plain_block(values.shape[0])
+    return None if block is None else values.reshape(-1, block, values.shape[1])
+
+
 def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
     """Return the kernels. `interpret` is for tests alone."""
     from pallas_kernels.block_problem import BlockCodes, BlockMatrix, Result, block_config
@@ -138,25 +183,26 @@ def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
     if cores := getattr(device, "core_count", None):  # not every device says
         config = functools.partial(config, cores=cores)
 
-    def run(x: Coded, matrices: tuple[Coded, ...], result: Result) -> Any:
+    def run(
+        x: Coded, matrices: tuple[Coded, ...], result: Result, *, in_parts: bool = False
+    ) -> Any:
         codes, of_kernel = BlockCodes(*x), tuple(map(matrix_of, matrices))
         if wrong_block(codes, of_kernel, result):
             return None
-        return block_product(codes, of_kernel, result, config(codes, of_kernel, result))
+        own = config(codes, of_kernel, result)
+        return block_product(codes, of_kernel, result, own.in_parts() if in_parts else own)
 
     def parts(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
-        return run(x, matrices, Result(dtype, interpret=interpret))
+        return run(x, matrices, Result(dtype, interpret=interpret), in_parts=True)
 
     def matrix_of(matrix: Coded) -> BlockMatrix:
         values, scale = matrix
+        if scale is None:
+            return BlockMatrix(values)
         return BlockMatrix(values, scale) if scale.ndim == 1 else BlockMatrix(values, blocks=scale)
 
     def multiply(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
-        out = parts(x, matrices, dtype)
-        if out is None or out.ndim == 2:
-            return out
-        channels = sum(values.shape[-2] for values, _ in matrices)
-        return out.sum(axis=0)[:channels, : x[0].shape[0]].T.astype(dtype)
+        return run(x, matrices, Result(dtype, interpret=interpret))
 
     def gated(x: Coded, matrices: tuple[Coded, ...], after: Gated, dtype: DTypeLike) -> Any:
         result = Result(dtype, GATES[after.activation], after.are_codes, interpret)
@@ -165,10 +211,40 @@ def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
     return ProductBackend("pallas", multiply, gated, parts=parts)
 
 
-def choose_products(layout: Layout, formats: Formats, device: Device, attention: str) -> Products:
+def choose_products(
+    layout: Layout,
+    formats: Formats,
+    device: Device,
+    attention: str,
+    try_plain: TryPlain | None = None,
+) -> Products:
     """Return the backends of all products, where attention runs as `attention`."""
     how = layout, formats, device, attention
-    return Products(choose_packed(*how), choose_codes(*how))
+    return Products(choose_packed(*how), choose_codes(*how), choose_plain(*how, try_plain))
+
+
+def choose_plain(
+    layout: Layout,
+    formats: Formats,
+    device: Device,
+    attention: str,
+    check: TryPlain | None = None,
+) -> ProductBackend:
+    """Return the kernels if `attention` are kernels, some matrix allows it and `check` passes.
+
+    They are tried by themselves: if they fail, XLA multiplies, and attention stays as it is.
+    """
+    shape = plain_shape(layout, formats)
+    if shape is None or not shape.matrices:
+        return XLA_CODES._replace(reason="no matrix has numbers of 16 bits")
+    if "pallas" not in attention:
+        return XLA_CODES._replace(reason=f"attention runs as {attention}")
+    reasons = [why_not_codes(shape, matrix) for matrix in shape.matrices]
+    reason = next(filter(None, reasons), "")
+    if all(reasons) or (check is not None and (reason := check(shape) or "")):
+        logger.warning("XLA multiplies numbers of few rows, too: %s", reason)
+        return XLA_CODES._replace(reason=reason)
+    return pallas_codes(device)._replace(reason=reason)
 
 
 def choose_codes(
@@ -195,7 +271,8 @@ def why_not_codes(shape: CodeShape, matrix: CodeMatrix) -> str | None:
     from pallas_kernels.block_product import block_product
 
     x, (values, scale) = shape.arrays(matrix, TRACED_TOKENS)
-    own = BlockMatrix(values, **{"blocks" if matrix.scales else "scale": scale})
+    scales = {} if shape.is_plain else {"blocks" if matrix.scales else "scale": scale}
+    own = BlockMatrix(values, **scales)
     result = Result(FORMATS[shape.dtype].dtype)
 
     def trace(x: BlockCodes, own: BlockMatrix) -> Any:

@@ -7,10 +7,10 @@ alone (`parallel/blocks.py`): neither the other tokens of a step, nor its mode, 
 devices changes a code. Weights have a scale for each output channel, or for each block of a
 checkpoint that has such.
 
-Kernels multiply codes where they can (`product_backend.py`). What is here is the XLA version: what
-CPUs run, and what kernels are compared with. A number is its code times its scale, rounded to
-bfloat16, which changes it far less than the code does; where results are float32, nothing is
-rounded. Sums are float32.
+Kernels multiply codes where they can, and numbers of few rows (`product_backend.py`). What is here
+is the XLA version: what CPUs run, and what kernels are compared with. A number is its code times
+its scale, rounded to bfloat16, which changes it far less than the code does; where results are
+float32, nothing is rounded. Sums are float32.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,14 @@ from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.packed_backend import Product as PackedProduct
-from shiftjax.models.product_backend import XLA_PRODUCTS, Coded, Gated, Products
+from shiftjax.models.product_backend import (
+    XLA_CODES,
+    XLA_PRODUCTS,
+    Coded,
+    Gated,
+    Products,
+    in_plain_blocks,
+)
 from shiftjax.parallel.blocks import BLOCK
 
 CODE = jnp.float8_e4m3fn
@@ -148,6 +155,10 @@ def project_out(
     out_type = result_type(x, dtype)
     if _are_codes(matrix):
         return _by_codes(x, matrix, products, out_type)
+    if (plain := _if_plain(x, (matrix,))) is not None:
+        out = products.plain.multiply((plain, None), ((matrix.values, None),), out_type)
+        if out is not None:
+            return out
     return _by_numbers(x, matrix, "ti,oi->to", products.packed.out, out_type)
 
 
@@ -161,6 +172,12 @@ def project_in(
     out_type = result_type(x, dtype)
     if _are_codes(matrix):
         return _by_codes(x, matrix, products, out_type)
+    plain = _if_plain(x, (matrix,))
+    blocks = None if plain is None else in_plain_blocks(matrix.values)
+    if plain is not None and blocks is not None:
+        out = products.plain.multiply((plain, None), ((blocks, None),), out_type)
+        if out is not None:
+            return out
     return _by_numbers(x, matrix, "ti,io->to", products.packed.into, out_type)
 
 
@@ -178,7 +195,8 @@ def _by_codes(
     x: Activations, matrix: Matrix, products: Products, out_type: DTypeLike
 ) -> Float[Array, "tokens out"]:
     """Multiply by a matrix of codes, column-parallel or in blocks of inputs."""
-    codes, (values, scale) = codes_for(x, matrix), matrix.coded
+    codes, values, scale = codes_for(x, matrix), matrix.values, matrix.scale
+    assert scale is not None
     if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
         return out
     wide = _type_of_numbers(out_type)
@@ -234,14 +252,18 @@ def project_joined(
     products: Products = XLA_PRODUCTS,
     dtype: DTypeLike | None = None,
 ) -> list[Float[Array, "tokens out"]]:
-    """Multiply by column-parallel matrices: in one launch, where they are codes and it can be."""
-    out_type = result_type(x, dtype)
-    if len(matrices) > 1 and _are_alike(x, matrices):
-        codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
-        if (out := products.codes.multiply(codes, own, out_type)) is not None:
-            ends = np.cumsum([matrix.values.shape[0] for matrix in matrices])
-            return jnp.split(out, ends[:-1], axis=1)
-        x = codes
+    """Multiply by column-parallel matrices: in one launch, where that can be."""
+    out_type, out = result_type(x, dtype), None
+    if len(matrices) > 1 and (plain := _if_plain(x, matrices)) is not None:
+        own = tuple((matrix.values, None) for matrix in matrices)
+        out = products.plain.multiply((plain, None), own, out_type)
+        products = products._replace(plain=XLA_CODES)  # which joins those that the kernel does not
+    elif len(matrices) > 1 and _are_alike(x, matrices):
+        x = codes_for(x, matrices[0])
+        out = products.codes.multiply(x, tuple(matrix.coded for matrix in matrices), out_type)
+    if out is not None:
+        ends = np.cumsum([matrix.values.shape[0] for matrix in matrices])
+        return jnp.split(out, ends[:-1], axis=1)
     return [project_out(x, matrix, products, out_type) for matrix in matrices]
 
 
@@ -249,14 +271,17 @@ def project_parts(
     x: Activations, matrices: tuple[Matrix, ...], products: Products = XLA_PRODUCTS
 ) -> Projected:
     """Multiply by column-parallel matrices, and leave the sums of a split contraction open."""
-    out_type = result_type(x)
-    if _are_alike(x, matrices):
-        codes, own = codes_for(x, matrices[0]), tuple(matrix.coded for matrix in matrices)
-        if (out := products.codes.parts(codes, own, out_type)) is not None:
-            return Projected((out,), turned=out.ndim == 3)
-        x = codes
-    elif not isinstance(x, Codes) and all(matrix.scale is None for matrix in matrices):
-        return Projected((_split_numbers(x, jnp.concatenate([each.values for each in matrices])),))
+    out_type, out = result_type(x), None
+    if (plain := _if_plain(x, matrices)) is not None:
+        own = tuple((matrix.values, None) for matrix in matrices)
+        if (out := products.plain.parts((plain, None), own, out_type)) is None:
+            joined = jnp.concatenate([each.values for each in matrices])
+            return Projected((_split_numbers(plain, joined),))
+    elif _are_alike(x, matrices):
+        x = codes_for(x, matrices[0])
+        out = products.codes.parts(x, tuple(matrix.coded for matrix in matrices), out_type)
+    if out is not None:
+        return Projected((out,), turned=out.ndim == 3)
     return Projected(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
 
 
@@ -284,7 +309,12 @@ def project_gated(
 ) -> Float[Array, "tokens width"] | Codes:
     """Return what `down` multiplies: activation(gate x) * up x, perhaps as codes already."""
     out_type = result_type(x)
-    if _are_alike(x, gate_and_up):
+    if (plain := _if_plain(x, gate_and_up)) is not None:
+        own = tuple((matrix.values, None) for matrix in gate_and_up)
+        out = products.plain.gated((plain, None), own, Gated(activation, False), out_type)
+        if out is not None:
+            return out
+    elif _are_alike(x, gate_and_up):
         are_codes = _are_codes(down) and down.inputs is None and block_of(down) == BLOCK
         own = tuple(matrix.coded for matrix in gate_and_up)
         codes = codes_for(x, gate_and_up[0])
@@ -296,6 +326,13 @@ def project_gated(
 
 def _are_codes(matrix: Matrix) -> bool:
     return matrix.scale is not None and not is_packed(matrix.values)
+
+
+def _if_plain(x: Activations, matrices: tuple[Matrix, ...]) -> jax.Array | None:
+    """Return x, if numbers are multiplied by numbers."""
+    if isinstance(x, Codes) or any(each.scale is not None for each in matrices):
+        return None
+    return x
 
 
 def _are_alike(x: Activations, matrices: tuple[Matrix, ...]) -> bool:

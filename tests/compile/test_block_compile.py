@@ -16,6 +16,7 @@ from pallas_kernels.block_problem import (  # noqa: E402
     BlockMatrix,
     Result,
     block_config,
+    block_of,
 )
 from pallas_kernels.block_product import block_product  # noqa: E402
 from pallas_kernels.gates import GELU_TANH, SILU, Gate  # noqa: E402
@@ -23,7 +24,6 @@ from pallas_kernels.gates import GELU_TANH, SILU, Gate  # noqa: E402
 FP8 = jnp.float8_e4m3fn
 REGISTERS = 168  # of a thread at the launch: three warpgroups have all of a multiprocessor's
 WGMMA = r"wgmma\.mma_async\.sync"
-INSTRUCTION = 32  # inputs
 
 
 class Case(NamedTuple):
@@ -34,6 +34,12 @@ class Case(NamedTuple):
     block: int = 0  # of a row-parallel matrix
     result: Result = Result()
     of_channels: bool = True
+    is_plain: bool = False
+
+    @property
+    def instruction(self) -> int:
+        """Inputs that an instruction takes."""
+        return 16 if self.is_plain else 32
 
 
 HIDDEN, WIDTH = 8192, 28672
@@ -50,6 +56,16 @@ LLAMA_70B = {
     "gate and up": Case((WIDTH, WIDTH), HIDDEN, result=Result(gate=SILU)),
     "gate and up, codes": Case((WIDTH, WIDTH), HIDDEN, result=CODES),
     "down": Case((HIDDEN,), WIDTH, 128),
+}
+PLAIN = {  # numbers of 16 bits, few rows
+    name: case._replace(is_plain=True, result=case.result._replace(quantised=False))
+    for name, case in LLAMA_70B.items()
+    if "codes" not in name
+} | {
+    "half a block of channels": Case((576,), 576, is_plain=True),
+    "blocks of 64": Case((576,), 576, 64, is_plain=True),
+    "float32": Case((576,), 576, result=Result(jnp.float32), is_plain=True),
+    "gelu": Case((512, 512), 512, result=Result(gate=GELU_TANH), is_plain=True),
 }
 OTHERS = {
     "scales of blocks": Case((1024, 128, 128), HIDDEN, of_channels=False),
@@ -72,6 +88,12 @@ def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
 def arguments(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, ...]]:
     """The arrays of a product, as shapes."""
     steps = -(-case.inputs // (case.block or 128))
+    if case.is_plain:
+        numbers = [
+            (steps, case.block, out) if case.block else (out, case.inputs) for out in case.outs
+        ]
+        matrices = tuple(BlockMatrix(shape(sizes, jnp.bfloat16)) for sizes in numbers)
+        return BlockCodes(shape((tokens, case.inputs), jnp.bfloat16)), matrices
     matrices = []
     for out in case.outs:
         sizes = (steps, out, case.block) if case.block else (out, case.inputs)
@@ -84,7 +106,10 @@ def arguments(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, .
 
 
 def check(case: Case, chip: str, tokens: int, config: BlockConfig | None = None) -> None:
-    """Compile a product; no register spills, and nothing is made beside what comes out."""
+    """Compile a product; no register spills, and nothing is made beside what comes out.
+
+    But for sums of a cluster.
+    """
     x, matrices = arguments(case, tokens)
     config = config or block_config(x, matrices, case.result)
     mesh = aot.make_mesh(chip, (1,), ("x",))
@@ -96,11 +121,15 @@ def check(case: Case, chip: str, tokens: int, config: BlockConfig | None = None)
     (kernel,) = program.kernels
     parts = 1 if case.result.gate is None else 2
     assert kernel.registers <= REGISTERS
-    assert kernel.count(WGMMA) % (parts * (case.block or 128) // INSTRUCTION) == 0  # unrolled
+    block = block_of(x, matrices[0])
+    assert block and kernel.count(WGMMA) % (parts * block // case.instruction) == 0  # unrolled
     assert max(program.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
     most = 0  # but for scales that end with a block, and what is turned
     if any(out % 128 for out in case.outs):
         most = 4 * (sum(case.outs) + 1024) * (tokens if case.result.dtype == jnp.float32 else 1)
+    if config.cluster > 1:
+        assert config.cluster * config.num_blocks <= 132
+        most += 4 * config.cluster * parts * (sum(case.outs) + 128) * config.rows
     assert program.executable.memory_analysis().temp_size_in_bytes <= most
 
 
@@ -121,3 +150,10 @@ def test_other_sizes_and_results_fit_the_chip(name, capsys):
         check(case, "h200", 16)
         if case.of_channels or case.result.gate is None:
             check(case, "h100", 4096, BlockConfig())
+
+
+@pytest.mark.parametrize(("chip", "tokens"), [("h100", 8), ("h200", 64)])
+def test_products_of_numbers_fit_the_chip(chip, tokens, capsys):
+    for case in PLAIN.values():
+        with capsys.disabled():
+            check(case, chip, tokens)

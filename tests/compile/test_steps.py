@@ -70,6 +70,7 @@ BF16_BYTES = 2
 TWO_SHOT_BYTES = 4 << 20  # of 8 devices; of fewer, larger sums take XLA's kernels, too
 # Of a layer: decode, its combination, two norms; fp8: the KV write and four products, too.
 KERNELS = {"bf16": 4, "fp8": 9}
+FEW_ROWS, PRODUCTS = 64, {"bf16": 4, "fp8": 0}  # bf16: four products more of few rows
 TILES = {PREFILL: 2, DECODE: 0}  # more of them, for tiles of chunks: prefill, its combination
 # Of a layer, and beside the layers; TP = 1 has no all-reduces, which shapes what fuses.
 MAX_LAUNCHES = {"base": (22, 43), "shift": (16, 42)}
@@ -202,7 +203,10 @@ def test_a_second_copy_of_the_weights_is_for_the_same_program(compiled):
 @every_case
 def test_every_layer_has_its_kernels_and_few_launches(case, compiled):
     one = compiled(case)
-    assert one.text.count(KERNEL) == case.num_layers * (kernels(case) + TILES[case.bucket])
+    each = kernels(case) + TILES[case.bucket]
+    if case.bucket.tokens <= FEW_ROWS * case.mode.sp:
+        each += PRODUCTS[case.size]
+    assert one.text.count(KERNEL) == case.num_layers * each
     found, (each, beside) = launches(one.text), MAX_LAUNCHES[case.mode.label]
     assert len(found) <= case.num_layers * each + beside
     assert not [i for i in found if i.opcode == "while"]
@@ -254,7 +258,8 @@ def test_nccl_has_no_part_in_a_decode_step(compiled):
 def test_kernels_take_nothing_whose_address_changes(case, compiled):
     """But the pools: else XLA changes the graph before every launch, kernel by kernel.
 
-    Weights stay where they are: kernels read norms there, codes of every matrix, and scales.
+    Weights stay where they are: kernels read norms there, codes of every matrix, and scales; or
+    numbers, of few rows.
     """
     one = compiled(case)
     pool = device_bytes(one.pools[0][0])
@@ -263,8 +268,10 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     found = {shape_bytes(each.shape) for each in arguments}
     norms = case.num_layers * case.layout.model.hidden_size * BF16_BYTES
     codes = {device_bytes(each) for each in one.params if each.dtype == "float8_e4m3fn"}
-    others = {device_bytes(each) for each in one.params} if case.size == "fp8" else {norms}
+    multiply = case.size == "fp8" or case.bucket.tokens <= FEW_ROWS * case.mode.sp
+    others = {device_bytes(each) for each in one.params} if multiply else {norms}
     assert {norms} | codes <= found <= {pool} | others
+    assert len(found - {pool, norms}) >= 3 * multiply  # heads, KV heads, and MLPs
     assert bool(codes) == (case.size == "fp8")
     assert len(taken) >= 6 * case.num_layers
 
@@ -289,8 +296,11 @@ def test_late_layers_read_the_pools_where_they_are(case, compiled):
     """SwiftKV: a layer of each kind. The branch without rows has no copy of a pool either."""
     one = compiled(case)
     assert one.aliased_bytes == device_bytes(one.pools) and pool_moves(one) == []
-    late = KERNELS["bf16"]  # which has no tiles, and writes nothing
-    assert one.text.count(KERNEL) == kernels(case) + TILES[case.bucket] + late
+    late = KERNELS["bf16"] + PRODUCTS["bf16"]  # which has no tiles, and writes nothing
+    first = kernels(case) + TILES[case.bucket]
+    if case.bucket.tokens <= FEW_ROWS * case.mode.sp:
+        first += PRODUCTS["bf16"] + 1  # keys and values of late layers: a product of few rows
+    assert one.text.count(KERNEL) == first + late
     assert " conditional(" in one.text
     assert collectives(one.text) == predicted_collectives(one)
 

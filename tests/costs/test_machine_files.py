@@ -66,14 +66,28 @@ def test_an_engine_that_is_like_another_has_its_constants():
 def test_an_engine_lists_launches_by_name_or_says_how_many(tmp_path):
     ours, path = load_engine("shiftjax"), tmp_path / "engine.yaml"
     assert ours.num_layer_launches("bfloat16") == len(ours.launches_of("bfloat16")) > 0
-    assert ours.launches_of("int4") == ours.launches_of("bfloat16") != ours.launches_of("fp8")
+    assert ours.launches_of("float32") == ours.launches_of("bfloat16") != ours.launches_of("fp8")
+    for exchanges in (False, True):  # what XLA multiplies is activated by a launch of its own
+        few, many, packed = (
+            ours.launches_of(*own, exchanges=exchanges)
+            for own in (("bfloat16", 64), ("bfloat16", 65), ("int4", 64))
+        )
+        assert (
+            many
+            == (*few, "activation")
+            == packed
+            == ours.launches_of("int4", 65, exchanges=exchanges)
+        )
+        codes = {ours.launches_of("fp8", rows, exchanges=exchanges) for rows in (64, 65)}
+        assert len(codes) == 1 and "activation" not in codes.pop()
     listed = {"value": ["add", "norm"], "unit": "1", "source": "counted"}
 
     def said(**constants):
         path.write_text(yaml.safe_dump({"like": "shiftjax", "name": "own"} | constants))
         return load_engine(str(path))
 
-    assert said(layer_launches={"bfloat16": listed}).launches_of("fp8") == ("add", "norm")
+    own = said(layer_launches={"bfloat16": listed})
+    assert own.launches_of("fp8") == ("add", "norm")
     number = {"value": 6, "unit": "1", "source": "counted"}
     assert said(kernels_per_layer=number).num_layer_launches("fp8") == 6
     for wrong in ({"bfloat16": listed | {"value": ["ad"]}}, {"fp8": listed}, {"fp9": listed}):

@@ -235,7 +235,12 @@ def test_launches_are_those_that_the_engine_lists_for_the_format():
             assert launch == pytest.approx(layers * count), (mode, name)
             assert beside == pytest.approx(layers * (local * num_bytes - plain) / 1000), name
     # Codes are made after an exchange, where there is one: three launches more.
-    coded = replace(engine, layer_launches={"fp8": ("combine, codes", "norm, codes")})
+    of_heads = ("largest of heads", "codes of heads", "scales of heads")
+    coded = replace(
+        engine,
+        layer_launches={"fp8": ("combine, codes", "norm, codes")},
+        exchanged_launches={"fp8": ("combine", *of_heads, "norm, codes")},
+    )
     assert coded.launches_of("fp8") == coded.layer_launches["fp8"]
     launches, read = parts(Mode(4, 4), "fp8", coded)
     fewer = replace(engine, layer_launches={"fp8": ("norm, codes", "combine")})
@@ -245,6 +250,29 @@ def test_launches_are_those_that_the_engine_lists_for_the_format():
     assert parts(Mode(4, 1), "fp8", coded) == pytest.approx(parts(Mode(4, 1), "fp8", fewer))
     some = replace(engine, kernels_per_layer=5)  # which says the number alone
     assert some.num_layer_launches("fp8") == 5 and engine.num_layer_launches("fp8") == 3
+
+
+def test_many_rows_and_exchanges_have_launches_of_their_own():
+    """Rows are those of a device; an activation of experts is among their own kernels."""
+    machine = replace(PLAIN, matmul_flops={"bfloat16": 1e30}, kernel_seconds=1.0)
+    fmt = Formats("bfloat16")
+    lists = {"layer_launches": ("norm",), "exchanged_launches": ("norm", "unpack", "unpack")}
+    lists |= {"many_rows_launches": ("activation",)}
+    own = {name: {"bfloat16": names} for name, names in lists.items()}
+    engine = replace(NO_OVERHEAD, few_rows=8, **own)
+
+    def launches(mode, tokens, engine):
+        work = Work(tokens, 0, tokens, 0, 0, 0)
+        return CostModel(Layout(TINY, 4, 1), machine, engine, fmt).breakdown(mode, work).launch
+
+    for mode, tokens, count in (
+        (Mode(4, 1), 8, 1),
+        (Mode(4, 1), 12, 2),
+        (Mode(4, 4), 32, 3),
+        (Mode(4, 4), 36, 4),
+    ):
+        more = launches(mode, tokens, engine) - launches(mode, tokens, NO_OVERHEAD)
+        assert more == pytest.approx(TINY.num_layers * count), (mode, tokens)
 
 
 def test_widths_of_codes_are_those_of_whole_blocks_on_each_device():

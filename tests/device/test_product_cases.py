@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from spent import thorough
 
-from shiftjax.arch.formats import formats_of
+from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.device import attention_cases
@@ -21,6 +21,8 @@ from shiftjax.device.attention_cases import Trial
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.attention_steps import Cases
 from shiftjax.device.product_cases import (
+    PARTS,
+    PLAIN_TOKENS,
     TOKENS,
     CodeStep,
     code_steps,
@@ -36,14 +38,18 @@ from shiftjax.models.product_backend import (
     CodeShape,
     code_shape,
     pallas_codes,
+    plain_shape,
 )
 from shiftjax.parallel.layout import Layout
 
 FP8 = formats_of("fp8")
 LLAMA = replace(PRESETS["llama-70b"], num_layers=2)
 DEVICE: Any = SimpleNamespace(device_kind="a GPU", core_count=2)
+MORE: Any = SimpleNamespace(device_kind="a GPU", core_count=8)
 COLUMN, ROW = CodeMatrix(128, 256, 0, 0), CodeMatrix(128, 256, 128, 0)
+LONG = COLUMN._replace(inputs=512)
 SHAPE = CodeShape((COLUMN, ROW), "bfloat16")
+PLAIN = SHAPE._replace(is_plain=True)
 FEW, MANY = 9, 72  # of two multiprocessors, the latter has tiles of 128 rows where it may
 STEPS = {
     "a column-parallel one": CodeStep(COLUMN, FEW),
@@ -53,13 +59,22 @@ STEPS = {
     "half a block of channels, many rows": CodeStep(
         COLUMN._replace(outputs=64), MANY, "gate and up"
     ),
+    "numbers, gate and up": CodeStep(COLUMN, FEW, "gate and up", is_plain=True),
+    "numbers, joined ones": CodeStep(COLUMN, FEW, "joined matrices", is_plain=True),
+    "numbers, a row-parallel one": CodeStep(ROW, FEW, is_plain=True),
+    "joined ones, in parts": CodeStep(LONG, FEW, PARTS),
+    "numbers, joined ones, in parts": CodeStep(LONG, FEW, PARTS, is_plain=True),
 }
 
 
+def shape_for(step: CodeStep) -> CodeShape:
+    return PLAIN if step.is_plain else SHAPE
+
+
 def judged(step: CodeStep, multiply) -> str | None:
-    devices = jax.devices()[:1]
+    devices, shape = jax.devices()[:1], shape_for(step)
     run, right = (
-        outputs_of(each, SHAPE, step, devices) for each in (multiply, operations(SHAPE, step))
+        outputs_of(each, shape, step, devices) for each in (multiply, operations(shape, step))
     )
     wrong = partial(wrong_with_products, step=step)
     found = attention_cases.judged(run, right(), wrong, devices, 1)
@@ -70,8 +85,30 @@ def judged(step: CodeStep, multiply) -> str | None:
     "name", [name if name.endswith("codes") else thorough(name)[0] for name in STEPS]
 )
 def test_the_kernels_are_right(name):
-    interpreted = pallas_codes(DEVICE, interpret=plgpu.InterpretGPUParams(detect_races=False))
-    assert judged(STEPS[name], kernels(SHAPE, STEPS[name], interpreted)) is None
+    step = STEPS[name]
+    cores = MORE if step.kind == PARTS else DEVICE  # which cut a contraction
+    interpreted = pallas_codes(cores, interpret=plgpu.InterpretGPUParams(detect_races=False))
+    assert judged(step, kernels(shape_for(step), step, interpreted)) is None
+
+
+@pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("numbers")])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, w: (x, [each._replace(values=jnp.roll(each.values, 1, axis=-1)) for each in w]),
+        lambda x, w: (jnp.roll(x, 64, axis=1), w),
+        lambda x, w: (jnp.roll(x, 1, axis=0), w),
+    ],
+    ids=["a row or column of the next", "half a block", "another token"],
+)
+def test_what_is_wrong_with_numbers_is_found(name, change):
+    right = operations(PLAIN, STEPS[name])
+
+    def changed(x, matrices):
+        x, matrices = change(x, matrices)
+        return right(x, tuple(matrices))
+
+    assert "a token's product is off by" in (judged(STEPS[name], changed) or "")
 
 
 @pytest.mark.parametrize("name", list(STEPS)[1:4])
@@ -113,9 +150,17 @@ def test_a_deployment_tries_every_kind_of_matrix_that_kernels_multiply():
     wanted = {
         *("a matrix of 128 x 8192", "a matrix of 28672 x 8192"),
         *("joined matrices of 128 x 8192", "gate and up of 28672 x 8192"),
+        *(f"{PARTS} of {n} x 8192" for n in (128, 28672)),
         *(f"a matrix of 8192 x {n} in blocks" for n in (1024, 3584, 8192, 28672)),
     }
     assert {f"codes of {n} tokens with {each}" for n in TOKENS for each in wanted} <= set(names)
+    plain = plain_shape(layout, Formats())
+    assert plain is not None
+    alone = dataclasses.replace(trial, shape=dataclasses.replace(shape, plain=plain))
+    assert Trial.read(json.dumps(dataclasses.asdict(alone))) == alone
+    names = [name for name, _ in attention_cases.tries_of(alone, loops_of(LLAMA, 16), [])]
+    own = {f"numbers of {n} tokens with {each}" for n in PLAIN_TOKENS for each in wanted}
+    assert own <= set(names) and all(name.startswith("numbers of") for name in names)
     odd = SHAPE._replace(matrices=(COLUMN, COLUMN._replace(outputs=72)))
     assert {step.matrix for step in code_steps(odd)} == {COLUMN}
     assert not list(code_steps(SHAPE._replace(matrices=())))

@@ -32,6 +32,8 @@ class Case(NamedTuple):
     block: int = 0  # of a row-parallel matrix; 0: column-parallel, blocks of 128
     of_channels: bool = True  # what scales of weights are of; else of blocks
     has_bias: bool = False
+    cluster: int = 1  # thread blocks, among which the contraction is cut
+    is_plain: bool = False  # numbers of 16 bits
 
     @property
     def result(self) -> Result:
@@ -40,8 +42,8 @@ class Case(NamedTuple):
 
     @property
     def config(self) -> BlockConfig:
-        """Two thread blocks, which take several items, and a ring that goes round."""
-        return BlockConfig(self.rows, self.splits, 2, 2)
+        """Two thread blocks, or clusters, which take several items, and a ring that goes round."""
+        return BlockConfig(self.rows, self.splits, 2, 2, self.cluster)
 
 
 class Made(NamedTuple):
@@ -57,6 +59,8 @@ class Made(NamedTuple):
 def make(case: Case, seed: int = 0) -> Made:
     """Draw codes, and scales that differ by some factors from one block to the next."""
     rng = np.random.default_rng(seed)
+    if case.is_plain:
+        return _make_plain(case, rng)
     block = case.block or CHANNELS
     steps = -(-case.inputs // block)
 
@@ -87,6 +91,25 @@ def make(case: Case, seed: int = 0) -> Made:
     numbers = x.astype(np.float64) * x_scale.repeat(block, 1)[:, : case.inputs]
     rows = BlockCodes(jnp.asarray(x), jnp.asarray(x_scale.T))
     return Made(rows, tuple(matrices), numbers, weights, biases)
+
+
+def _make_plain(case: Case, rng: np.random.Generator) -> Made:
+    """Draw numbers of 16 bits."""
+
+    def numbers(rows: int) -> np.ndarray:
+        return np.asarray(rng.normal(size=(rows, case.inputs)), case.dtype)
+
+    x, matrices, weights, biases = numbers(case.tokens), [], [], []
+    for out in case.outs:
+        values, bias = numbers(out), rng.normal(size=out).astype(np.float32) * case.has_bias
+        weights.append(values.astype(np.float64))
+        biases.append(bias.astype(np.float64))
+        own = values.T.reshape(-1, case.block, out) if case.block else values
+        matrices.append(
+            BlockMatrix(jnp.asarray(own), bias=jnp.asarray(bias) if case.has_bias else None)
+        )
+    rows = BlockCodes(jnp.asarray(x))
+    return Made(rows, tuple(matrices), x.astype(np.float64), weights, biases)
 
 
 def define(case: Case, made: Made) -> tuple[np.ndarray, np.ndarray]:

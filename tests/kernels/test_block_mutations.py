@@ -13,21 +13,24 @@ PLAIN = Case(20, 384, (192,), has_bias=True)
 RAGGED = Case(8, 320, (256, 128, 64), of_channels=False)
 ROW = Case(8, 384, (192,), block=64, of_channels=False)
 CUT = Case(12, 512, (128,), 16, 2, has_bias=True)
+CLUSTER = Case(20, 512, (128,), has_bias=True, cluster=4)
+GATED_CLUSTER = Case(12, 512, (128, 128), gate=SILU, is_plain=True, cluster=2)
+NUMBERS = Case(12, 512, (192,), block=128, is_plain=True, cluster=2)
 CODES = Case(20, 256, (256, 256), gate=SILU, quantised=True)
 MANY = Case(136, 256, (128, 64), 128)
 MANY_CODES = Case(136, 256, (256,), 128, quantised=True)
 MANY_GATED = Case(136, 256, (128, 128), 128, gate=SILU)
 FAULTS = {
     "scales of the next block of inputs": (
-        "block_fetch", "x.scale.at[item.split * problem.steps + k,",
-        "x.scale.at[(item.split * problem.steps + k + 1) % 3,", PLAIN,
+        "block_fetch", "scale.at[item.split * problem.steps + k,",
+        "scale.at[(item.split * problem.steps + k + 1) % 3,", PLAIN,
     ),
     "weights' scale of the next block": (
         "block_product", "(jnp.minimum(k, problem.steps - 1) if",
         "(jnp.minimum(k + 1, problem.steps - 1) if", ROW,
     ),
     "the last block of a ragged row is dropped": (
-        "block_problem", "        x_scale.shape[0] // splits,\n",
+        "block_problem", "        steps // (splits * cluster),\n",
         "        x.shape[1] // block // splits,\n", RAGGED,
     ),
     "a matrix has the scales of the one before": (
@@ -46,6 +49,36 @@ FAULTS = {
     "a split is dropped": (
         "block_problem", "problem.columns * problem.splits, problem",
         "problem.columns * max(1, problem.splits - 1), problem", CUT
+    ),
+    "every block of a cluster has the first part": (
+        "block_fetch", "pl.ds((item.split * problem.steps + k) *", "pl.ds(k *", CLUSTER
+    ),
+    "a block of a cluster is left out": (
+        "block_finish", "range(worker.problem.cluster - 1)",
+        "range(worker.problem.cluster - 2)", CLUSTER
+    ),
+    "what others have is read before it is there": (
+        "block_finish", "    plgpu.barrier_wait(worker.shared.cluster)\n", "", CLUSTER
+    ),
+    "another item's sums are added": (
+        "block_finish", "return item.tile * worker.problem.columns + item.column",
+        "return item.column", CLUSTER
+    ),
+    "the other warpgroup's sums are added": (
+        "block_finish", "here = others.at[other, _place(worker, item), part, worker.me]",
+        "here = others.at[other, _place(worker, item), part, 1 - worker.me]", CLUSTER
+    ),
+    "up's sums are gate's": (
+        "block_finish", "here = others.at[other, _place(worker, item), part, worker.me]",
+        "here = others.at[other, _place(worker, item), 0, worker.me]", GATED_CLUSTER
+    ),
+    "a block of numbers is the one before": (
+        "block_fetch", "here = matrix.at[step, pl.ds(0, problem.block), channels]",
+        "here = matrix.at[k, pl.ds(0, problem.block), channels]", NUMBERS,
+    ),
+    "numbers of the other warpgroup's channels": (
+        "block_product", "pl.ds(0, problem.block), mine]",
+        "pl.ds(0, problem.block), pl.ds(0, CHANNELS)]", NUMBERS,
     ),
     "every split adds the bias": ("block_finish", "(item.split == 0)", "(item.split >= 0)", CUT),
     "no scale of channels": ("block_finish", "values = values * of_channels(matrix.scale)",
@@ -81,8 +114,9 @@ FAULTS = {
     "a stage is not waited for": (
         "block_product", "        plgpu.barrier_wait(shared.full.at[slot])\n", "", PLAIN
     ),
-    "scales are not waited for": ("block_problem", "problem.parts + 2,", "problem.parts + 1,",
-                                  PLAIN),
+    "scales are not waited for": (
+        "block_problem", "(1 if problem.is_plain else 2)", "1", PLAIN
+    ),
     "what is written is not committed": (
         "block_finish", "problem.result.dtype))\n    plgpu.commit_smem()",
         "problem.result.dtype))", PLAIN,

@@ -40,6 +40,20 @@ CASES = {
     "many rows, gate and up, codes": Case(136, 256, (256, 256), 128, gate=SILU, quantised=True),
     "float32, a number of rows that is padded": Case(5, 256, (192,), dtype=jnp.float32),
     "float32, many rows": Case(72, 256, (64,), 128, dtype=jnp.float32),
+    "gate and up, codes, a cluster": Case(
+        20, 512, (128, 128), 32, gate=SILU, quantised=True, cluster=4
+    ),
+    "joined, a cluster, scales of blocks": Case(
+        8, 256, (256, 128, 64), of_channels=False, cluster=2
+    ),
+    "numbers": Case(21, 256, (192,), is_plain=True, has_bias=True),
+    "numbers, row-parallel, a cluster": Case(12, 512, (192,), block=128, is_plain=True, cluster=2),
+    "numbers, row-parallel, blocks of 64": Case(8, 192, (128,), block=64, is_plain=True),
+    "numbers, joined, blocks of 64": Case(8, 320, (256, 128, 64), is_plain=True),
+    "numbers, joined and cut": Case(12, 512, (256, 128, 64), 16, 2, is_plain=True),
+    "numbers, gate and up, a cluster": Case(
+        12, 512, (256, 256), gate=SILU, is_plain=True, cluster=4
+    ),
     "codes of one matrix, float32": Case(3, 256, (128,), quantised=True, dtype=jnp.float32),
 }
 
@@ -76,23 +90,30 @@ def shapes(tokens: int, outs: tuple[int, ...], inputs: int) -> tuple:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "outs", "inputs", "rows", "splits"),
+    ("tokens", "outs", "inputs", "rows", "cluster"),
     [
         (8, (1024, 128, 128), 8192, 16, 8),  # q, k, v of Llama-70B on one of 8: 10 columns
         (64, (1024, 128, 128), 8192, 64, 8),
+        (8, (3584,), 8192, 16, 4),
         (8, (8192,), 3584, 16, 1),
+        (8, (1024,), 7936, 16, 2),  # 62 steps
+        (8, (1024,), 128, 16, 1),
         (256, (1024, 128, 128), 8192, 64, 1),  # 40 small tiles for 20 large ones
         (2048, (1024, 128, 128), 8192, 128, 1),
         (8192, (8192, 1024, 1024), 8192, 128, 1),
     ],
 )
-def test_few_items_have_their_contraction_cut(tokens, outs, inputs, rows, splits):
-    assert block_config(*shapes(tokens, outs, inputs), Result()) == BlockConfig(rows, splits)
+def test_few_items_have_their_contraction_cut(tokens, outs, inputs, rows, cluster):
+    own = BlockConfig(rows, 1, 132 // cluster, cluster=cluster)
+    assert block_config(*shapes(tokens, outs, inputs), Result()) == own
+    blocks = 132 // cluster * cluster
+    assert own.in_parts() == BlockConfig(rows, cluster, blocks)  # the same parts, left open
 
 
-def test_what_is_activated_is_not_cut():
+def test_what_is_activated_is_cut_too():
     x, matrices = shapes(8, (3584, 3584), 8192)
-    assert block_config(x, matrices, Result(gate=SILU)) == BlockConfig(16)
+    own = BlockConfig(16, 1, 33, cluster=4)
+    assert block_config(x, matrices, Result(gate=SILU)) == own
     of_blocks = tuple(each._replace(blocks=0) for each in matrices)
     x, _ = shapes(8192, (3584, 3584), 8192)
     assert block_config(x, matrices, Result(gate=SILU)) == BlockConfig(128)
@@ -106,6 +127,13 @@ def test_what_is_activated_is_not_cut():
         ({"inputs": 240}, "240 and 240 inputs must be multiples of 32"),
         ({"inputs": 160, "block": 160}, "160 inputs are not 1 blocks of 32, 64, 96 or 128"),
         ({"splits": 3}, "3 splits of 2 steps"),
+        ({"cluster": 4}, "4 splits of 2 steps"),
+        ({"cluster": 3, "inputs": 384}, "clusters of 3 thread blocks"),
+        ({"cluster": 2, "splits": 2, "inputs": 512}, "clusters of 2 thread blocks"),
+        ({"tokens": 72, "is_plain": True}, "72 rows of plain numbers are more than 64"),
+        ({"inputs": 96, "is_plain": True}, "96 and 96 inputs must be multiples of 64"),
+        ({"is_plain": True, "dtype": jnp.float32}, "x of float32 and weights of float32"),
+        ({"is_plain": True, "rows": 128}, "tiles of 128 rows: not of numbers"),
         ({"rows": 24}, "tiles of 24 rows"),
         ({"rows": 128, "splits": 2}, "splits of tiles of 128 rows"),
         ({"outs": (64, 128)}, r"\[64, 128\] outputs of joined matrices"),
@@ -114,7 +142,7 @@ def test_what_is_activated_is_not_cut():
         ({"quantised": True, "splits": 2}, "can be neither activated nor quantised"),
         (
             {"outs": (128, 128), "gate": SILU, "rows": 128, "of_channels": False},
-            "gate and up with scales of blocks, and 128 rows: registers spill",
+            "tiles of 128 rows: not of numbers; with scales of blocks gates spill",
         ),
     ],
 )

@@ -21,9 +21,11 @@ from shiftjax.models.product_backend import (
     CodeMatrix,
     Products,
     choose_codes,
+    choose_plain,
     choose_products,
     code_shape,
     pallas_codes,
+    plain_shape,
 )
 from shiftjax.models.products import (
     Codes,
@@ -33,6 +35,7 @@ from shiftjax.models.products import (
     project_in,
     project_joined,
     project_out,
+    project_parts,
 )
 from shiftjax.parallel.layout import Layout
 
@@ -44,7 +47,8 @@ DEVICE: Any = SimpleNamespace(device_kind="a GPU", core_count=2)
 @pytest.fixture
 def kernels() -> Products:
     """Kernels that run in the interpreter."""
-    return Products(XLA_PACKED, pallas_codes(DEVICE, interpret=plgpu.InterpretGPUParams()))
+    own = pallas_codes(DEVICE, interpret=plgpu.InterpretGPUParams())
+    return Products(XLA_PACKED, own, own)
 
 
 def draw(seed: int, *shape: int) -> jax.Array:
@@ -111,6 +115,109 @@ def test_what_the_kernels_have_not_is_xlas(kernels):
     )
     for found, expected in pairs:
         np.testing.assert_array_equal(found, expected)
+
+
+def numbers_of(seed: int, *shape: int) -> Matrix:
+    """A matrix of bfloat16 numbers, so large that sums of products are of 1."""
+    return Matrix((draw(seed, *shape) / 16).astype(jnp.bfloat16))
+
+
+ROUNDED = 2.0**-8  # bfloat16 numbers, each rounded once
+
+
+@pytest.mark.parametrize("kind", ["gated", *thorough("row", "column", "joined")])
+def test_kernels_multiply_numbers_of_few_rows(kernels, kind):
+    x, gate, up = draw(0, 8, 256).astype(jnp.bfloat16), numbers_of(1, 128, 256), None
+    if kind == "gated":
+        up, down = numbers_of(3, 128, 256), numbers_of(5, 128, 64)
+        found, expected = (
+            project_gated(x, (gate, up), down, "silu", *own) for own in ((kernels,), ())
+        )
+    elif kind == "joined":
+        matrices = gate, numbers_of(3, 64, 256)
+        found, expected = (
+            jnp.concatenate(project_joined(x, matrices, *own), 1) for own in ((kernels,), ())
+        )
+    else:
+        project, own = (
+            (project_in, numbers_of(5, 256, 64)) if kind == "row" else (project_out, gate)
+        )
+        found, expected = project(x, own, kernels), project(x, own)
+    rounded = ROUNDED * (2 if kind == "gated" else 1)  # XLA rounds gate and up, too
+    assert not isinstance(found, Codes) and not isinstance(expected, Codes)
+    assert found.dtype == x.dtype and near(found, expected, rounded)
+
+
+class Asked:
+    """Kernels that have nothing, and keep what they were asked for."""
+
+    def __init__(self):
+        self.widths: list[list[int]] = []
+        self.backend = XLA_CODES._replace(multiply=self.multiply, gated=self.multiply)
+
+    def multiply(self, x, matrices, *_) -> None:
+        self.widths.append([values.shape[-2] for values, _ in matrices])
+
+
+def test_numbers_that_kernels_cannot_join_are_xlas_to_join():
+    asked, x = Asked(), draw(0, 3, 128).astype(jnp.bfloat16)
+    own = Products(plain=asked.backend)
+    matrices = numbers_of(1, 64, 128), numbers_of(2, 64, 128)
+    outs = project_joined(x, matrices, own)
+    assert [out.shape for out in outs] == [(3, 64), (3, 64)]
+    assert asked.widths == [[64, 64]]  # and neither by itself
+    codes = Codes(jnp.ones((3, 128), jnp.float8_e4m3fn), jnp.ones((1, 3)))
+    project_out(codes, matrices[0], own)
+    assert len(asked.widths) == 1  # codes are no numbers
+    project_in(x[:, :96], numbers_of(3, 96, 64), own)
+    assert len(asked.widths) == 1  # 96 inputs are no blocks
+
+
+def test_what_kernels_leave_in_parts_is_added_up_by_who_reads_it():
+    x = draw(0, 3, 128).astype(jnp.bfloat16)
+    matrices, left = (numbers_of(1, 64, 128), numbers_of(2, 64, 128)), jnp.ones((2, 128, 16))
+    kernels = Products(plain=XLA_CODES._replace(parts=lambda *_: left))
+    values, turned = project_parts(x, matrices, kernels)
+    assert values[0] is left and turned
+    (whole,), turned = project_parts(x, matrices, Products(plain=Asked().backend))
+    assert not turned  # XLA's, which are cut with tokens first
+    alone = jnp.concatenate([project_out(x, each) for each in matrices], axis=1)
+    whole = whole if whole.ndim == 2 else whole.sum(axis=0)
+    assert near(whole, alone, ROUNDED)
+
+
+def test_kernels_leave_many_rows_of_numbers_to_xla():
+    device = pallas_codes(DEVICE)
+    x, own = jnp.ones((65, 128), jnp.bfloat16), (jnp.ones((64, 128), jnp.bfloat16), None)
+    assert device.multiply((x, None), (own,), jnp.bfloat16) is None
+    assert device.multiply((x[:8].astype(jnp.float32), None), (own,), jnp.float32) is None
+
+
+def test_kernels_see_numbers_of_every_mode():
+    shape = plain_shape(Layout(LLAMA, 8, 1), Formats())
+    assert shape is not None and shape.is_plain and shape.dtype == "bfloat16"
+    base = [(8192, 8192, 128), (8192, 28672, 128), (28672, 8192, 0), (1024, 8192, 0)]
+    shift = [(8192, 1024, 128), (8192, 3584, 128), (3584, 8192, 0), (128, 8192, 0)]
+    assert {CodeMatrix(*each, 0) for each in base + shift} <= set(shape.matrices)
+    of_codes = plain_shape(Layout(LLAMA, 8, 1), FP8)
+    assert of_codes is not None and not of_codes.matrices
+    assert plain_shape(Layout(LLAMA, 8, 1), formats_of("float32")) is None
+
+
+def test_numbers_are_multiplied_by_kernels_that_pass_their_check(caplog):
+    layout, asked = Layout(LLAMA, 8, 1), []
+    how = layout, Formats(), DEVICE, "pallas"
+    assert choose_plain(*how, asked.append).name == "pallas"
+    assert asked == [plain_shape(layout, Formats())] and not caplog.records
+    failed = choose_plain(*how, lambda _: "the kernels failed their check: off by 3")
+    assert (failed.name, failed.reason) == ("xla", "the kernels failed their check: off by 3")
+    assert "XLA multiplies numbers of few rows, too: the kernels failed" in caplog.text
+    assert choose_plain(*how[:3], "xla").reason == "attention runs as xla"
+    no_numbers = choose_plain(layout, FP8, DEVICE, "pallas").reason
+    assert no_numbers == "no matrix has numbers of 16 bits"
+    assert choose_products(*how).plain.name == "pallas"
+    tiny = choose_plain(Layout(PRESETS["tiny"], 1, 1), Formats(), DEVICE, "pallas")
+    assert tiny.name == "pallas" and "must be a multiple of 64" in tiny.reason  # of some
 
 
 def test_kernels_see_the_matrices_of_every_mode():

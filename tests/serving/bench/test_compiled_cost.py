@@ -76,6 +76,10 @@ custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(attend)/decode_combin
   %scale = f32[2,8]{1,0} parameter(7)
   %call.5 = bf16[8,4096]{1,0} custom-call(%codes, %scale, %matrix), \
 custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/block_product_few/mpmd_map"}
+  %gate = bf16[2048,64]{1,0} parameter(8)
+  %call.7 = (bf16[8,2048]{1,0}, f32[3,16,2,2,64,16]{5,4,3,2,1,0}) custom-call(\
+%embedding.7, %gate, %gate), \
+custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/block_gated_few/mpmd_map"}
   %call.6 = (bf16[8,64]{1,0}, f8e4m3fn[8,64]{1,0}) custom-call(%embedding.7), \
 custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/add_norm_codes/mpmd_map"}
   ROOT %written.2 = bf16[4000,64]{1,0} fusion(%pool, %call.3, %ids), kind=kLoop, calls=%put
@@ -94,7 +98,7 @@ def kernels() -> dict[str, Kernel]:
 
 def test_every_launch_is_one(kernels):
     products = {"gemm", "gemm_fusion", "codes_fusion"}
-    products |= {"block_product_few"}
+    products |= {"block_product_few", "block_gated_few"}
     ours = {"decode_attention", "decode_combine", "add_norm_codes"}
     others = {"embedding", "written", "choice", "all-reduce", "all-gather"}
     assert set(kernels) == products | ours | others
@@ -136,6 +140,11 @@ def test_own_kernels_read_and_write_their_arrays_once(kernels):
     computing = matmul_seconds(H200, 8, 64, 4096, "fp8")
     fixed = LAUNCH + H200.product_seconds
     assert product.seconds == pytest.approx(fixed + max(computing, product.num_bytes / RATE))
+    gated, sums = kernels["block_gated_few"], 3 * 16 * 2 * 2 * 64 * 16
+    assert gated.flops == 2 * 8 * 64 * 4096
+    assert gated.num_bytes == 2 * (64 * 4096 + 8 * 64 + 8 * 2048) + 4 * sums
+    computing = matmul_seconds(H200, 8, 64, 4096, "bfloat16")
+    assert gated.seconds == pytest.approx(fixed + max(computing, gated.num_bytes / RATE))
     assert (norm.kind, norm.num_bytes) == ("kernel", 8 * 64 * (2 + 2 + 1))
     assert norm.seconds == pytest.approx(LAUNCH + norm.num_bytes / RATE)
 

@@ -62,8 +62,9 @@ def test_launches_of_a_layer_are_listed_in_order(capsys, tmp_path, monkeypatch):
     steps = rows_of(tmp_path / "compiled.jsonl")
     assert [row["launches_per_layer"] for row in steps] == [3, 3]
     products, attention = 4, 1  # sums are in the launches of norms: h200x8 has a switch
-    priced = products + attention + load_engine("shiftjax").num_layer_launches("bfloat16")
-    assert [row["priced_per_layer"] for row in steps] == [priced, priced]
+    engine, beside = load_engine("shiftjax"), products + attention
+    largest, decodes = (engine.num_layer_launches("bfloat16", rows) for rows in (8192, 8))
+    assert [row["priced_per_layer"] for row in steps] == [beside + largest, beside + decodes]
 
 
 @pytest.mark.thorough
