@@ -109,7 +109,7 @@ KNOW_KV_HEADS = {
         f"shiftjax.models.{name}"
         for name in ("attention", "attention_backend", "entry", "entry_backend")
     ),
-    *("shiftjax.models.exchange", "shiftjax.models.llama"),
+    *(f"shiftjax.models.{name}" for name in ("exchange", "gathered_tiles", "llama")),
     # attention kernels by themselves
     *(f"shiftjax.device.{name}" for name in ("attention_check", "attention_steps", "write_cases")),
     "shiftjax.device.entry_cases",

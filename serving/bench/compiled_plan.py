@@ -22,12 +22,17 @@ from serving.bench.hlo import collectives
 from serving.bench.launch_list import Launch, layer_launches, named_launches
 from serving.bench.thunks import HOST_DECIDES, dumped_thunks, top_level
 from shiftjax.costs.buckets import Bucket, doubling
-from shiftjax.costs.collectives import sampling_collectives, step_collectives
+from shiftjax.costs.collectives import (
+    context_gathers,
+    sampling_collectives,
+    step_collectives,
+)
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.models.gpu_software import installed
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.positions import GATHERED_TOKENS, gathered_tokens
 from shiftjax.sim.estimate import Workload
 from shiftjax.sim.modelled import Target, cost_model, memory_of, sum_buffers_of
 
@@ -276,6 +281,8 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     experts = definition.experts_in(step.mode, bucket.tokens)
     moves = step_collectives(layout, step.mode, *sizes, formats, experts)
     moves += sampling_collectives(layout, bucket.rows)
+    gathered = gathered_tokens(pool.block_size, GATHERED_TOKENS)
+    moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)
     costs = cost_model(target, deployment)
     kernels = kernels_of(text, Prices.of(costs.stages[0], step.mode, step.work))
     switched = sum(one.num_bytes * count for one, count in kernels.items() if one.kind == SWITCH)

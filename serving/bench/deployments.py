@@ -18,6 +18,7 @@ from shiftjax.core.request import Event, Request, SamplingParams
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import (
     DIGIT_BITS_ON_CPU,
+    context_gathers,
     gather_of_experts,
     guess_collectives,
     sampling_collectives,
@@ -28,6 +29,7 @@ from shiftjax.costs.machine_files import machine_of
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError
 from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.positions import GATHERED_TOKENS_ON_CPU, gathered_tokens
 from shiftjax.settings import make_virtual_devices
 from shiftjax.sim.columns import Row, row_of_run
 from shiftjax.sim.devices import WallClock
@@ -192,6 +194,8 @@ def predicted_bytes(step: "StepDef", mode: Mode, bucket: Bucket) -> int:
     layout, formats = step.layout, step.model.formats
     experts = step.experts_in(mode, bucket.tokens)
     moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats, experts)
+    gathered = gathered_tokens(step.block_size, GATHERED_TOKENS_ON_CPU)
+    moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)
     if layout.model.is_last_stage:
         moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
         moves += guess_collectives(layout, bucket.seqs, formats.activation_bytes)

@@ -12,7 +12,6 @@ from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.positions import CHUNK_TOKENS
 from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
@@ -279,12 +278,12 @@ def row_exchanges(layout: Layout, num_rows: int, activation_bytes: int) -> list[
     ]
 
 
-def chunk_gathers(layout: Layout, formats: Formats) -> list[Collective]:
-    """What a round of a tile moves there: keys and values of a chunk of context.
+def context_gathers(layout: Layout, formats: Formats, num_tokens: int) -> list[Collective]:
+    """What a layer with tiles moves there for so many tokens of context: what it caches of them.
 
-    A layer has it in a loop, as often as its tiles have rounds: once in a program's text.
+    It is in a loop, as often as the contexts of the step need: once in a program's text.
     """
-    num_bytes = CHUNK_TOKENS * layout.cache.num_bytes(formats)
+    num_bytes = num_tokens * layout.cache.num_bytes(formats)
     move = Collective("all-gather", layout.position_ways, num_bytes, 1, _neighbour_stride(layout))
     return [move] if layout.position_ways > 1 else []
 
@@ -309,7 +308,10 @@ def step_collectives(
     formats: Formats,
     experts: Mode | None = None,
 ) -> list[Collective]:
-    """All collectives of a step, with those of every layer. `experts` None: as in SHIFT."""
+    """All collectives of a step, with those of every layer. `experts` None: as in SHIFT.
+
+    But for `context_gathers`, of which contexts say how many there are.
+    """
     activation_bytes, of_layers = formats.activation_bytes, []
     for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
         moves = parts_collectives(layout, mode, num_tokens, parts, activation_bytes, experts)
@@ -321,7 +323,6 @@ def step_collectives(
         *entry_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes),
         *_times(row_exchanges(layout, num_rows, activation_bytes), layout.model.num_layers),
-        *_times(chunk_gathers(layout, formats), layout.model.num_early_layers),
     ]
 
 

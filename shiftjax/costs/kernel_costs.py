@@ -14,7 +14,6 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.machine import ANY, Machine, of_format
 from shiftjax.costs.work import Work
-from shiftjax.parallel.positions import CHUNK_TOKENS, TILE_TOKENS
 
 LOGIT_BYTES = 4  # logits are float32
 
@@ -65,7 +64,8 @@ class Split(NamedTuple):
     """How devices split positions."""
 
     ways: int = 1
-    gather: float = 0.0  # seconds in which a round of a tile gets what they have
+    gather: float = 0.0  # seconds of an exchange of contexts that tiles see
+    gathered: int = 1  # tokens of such an exchange
 
 
 NOT_SPLIT = Split()
@@ -207,7 +207,7 @@ class KernelCosts(NamedTuple):
             round=machine.attention_round_seconds * self.queueing / split.ways,
             round_tokens=machine.attention_round_tokens,
             lanes=machine.attention_lanes,
-            gather=split.gather,
+            split=split,
         )
 
 
@@ -243,7 +243,7 @@ class AttentionCosts(NamedTuple):
     round_tokens: int
     lanes: int
     decode_rows: int = 0  # of a tile that a decode takes in steps with prompts; 0: none of theirs
-    gather: float = 0.0  # of a tile's round, where devices split positions
+    split: Split = NOT_SPLIT
 
     def seconds(self, work: Work, num_rows: int) -> float:
         """Of decodes and chunks, one after the other: each is bound by reading or computing.
@@ -263,6 +263,7 @@ class AttentionCosts(NamedTuple):
             return seconds
         tokens = work.num_tokens - work.num_decodes
         pairs = work.attention_pairs + tokens * (self.tile_rows - 1) / 2
-        longer = max(pairs * self.pair, work.chunk_context_tokens * self.read)
-        rounds = work.attention_pairs / (TILE_TOKENS * CHUNK_TOKENS) + tokens / TILE_TOKENS
-        return seconds + longer + tokens * self.token + rounds * self.gather
+        context = work.chunk_context_tokens  # which tiles see whole, also where it is split
+        longer = max(pairs * self.pair, context * self.read * self.split.ways)
+        gathers = math.ceil(context / self.split.gathered) * self.split.gather
+        return seconds + longer + tokens * self.token + gathers

@@ -10,6 +10,7 @@ from shiftjax.arch.weights import Weight
 from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERS
 from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
 
 
@@ -79,7 +80,7 @@ def temporary_bytes(
     Where BASE gathers its weights, it looks up the embeddings of all tokens, too.
     Queries of latents are as wide as these, and so are nearly what heads sum, of all tokens.
     Experts are computed of the tokens that BASE splits `experts_sp` ways: those, their sums, and
-    what each of a token's experts gives.
+    what each of a token's experts gives. `split_bytes` come on top.
     """
     hidden = layout.model.hidden_size
     inner = max(layout.intermediate_size, layout.shared_intermediate_size)
@@ -100,7 +101,20 @@ def temporary_bytes(
         base, shift = base + of_experts, shift + of_experts
     base = max(base, num_tokens * hidden) if layout.gathers else base
     base = base * formats.activation_bytes + gathered_bytes(layout, formats)
-    return max(base, max(shift, gathered) * formats.activation_bytes) + logits
+    split = split_bytes(layout, formats, max(num_tokens, num_shift_tokens))
+    return max(base, max(shift, gathered) * formats.activation_bytes) + logits + split
+
+
+def split_bytes(layout: Layout, formats: Formats, num_tokens: int) -> int:
+    """Bytes of a step of so many tokens for what its tiles gather where devices split positions.
+
+    The buffer of contexts, and the softmaxes of all tokens that wait for the next one, in float32.
+    """
+    if layout.position_ways == 1:
+        return 0
+    buffer = GATHERS * GATHERED_TOKENS * layout.cache.num_bytes(formats)
+    width = layout.model.values_in_keys or layout.model.head_dim
+    return buffer + num_tokens * layout.heads_per_device * (width + 2) * 4
 
 
 @lru_cache(64)

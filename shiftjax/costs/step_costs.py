@@ -30,7 +30,7 @@ norms, rotary, activation: bytes read and written over the memory's rate, on n' 
 gathered weights: all of a layer's over SP, while the layer before it computes; what they take
     longer than its products is added, and that of the first layer whole. Virtual devices hide none
 positions that devices split: decodes read 1/R of their contexts, for R times the heads; queries go
-    to all R neighbours and parts of softmaxes back; tiles gather what they read in every round
+    to all R neighbours and parts of softmaxes back; what tiles read is gathered once a layer
 late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
     product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
@@ -48,7 +48,7 @@ from pallas_kernels.window import Window
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
-    chunk_gathers,
+    context_gathers,
     entry_collectives,
     gather_collectives,
     guess_collectives,
@@ -64,6 +64,7 @@ from shiftjax.costs.switch_sums import FIRST_LAUNCHES
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
+from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERED_TOKENS_ON_CPU
 
 if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
@@ -101,13 +102,15 @@ class CostModel:
         )
         late = model.num_early_layers
         self.layers = LayerCosts(layout, self.kernels, engine)
+        gathered = GATHERED_TOKENS_ON_CPU if machine.shared_cores else GATHERED_TOKENS
+        gathers = (context_gathers(each, formats, gathered) for each in layout.shapes)
         self._attention = [
             self.kernels.attention(
                 *(each.heads_per_device, each.model.head_dim, each.cache),
                 each.model.values_in_keys,
-                Split(each.position_ways, self.layers.move(chunk_gathers(each, formats))),
+                Split(each.position_ways, self.layers.move(moves), gathered),
             )
-            for each in layout.shapes
+            for each, moves in zip(layout.shapes, gathers, strict=True)
         ]
         windows = [kind.window for kind in model.kinds]
         seen = list(zip(windows, (parts.heads for parts in model.parts), strict=True))

@@ -40,6 +40,7 @@ __all__ = [
     "AttentionMetadata",
     "AttentionWork",
     "divide_attention",
+    "in_tiles",
     "ragged_paged_attention",
     "row_attention",
     "write_kv",
@@ -269,10 +270,10 @@ def ragged_paged_attention(
     included.
     """
     out = row_attention(q, pool, block_tables, work.rows, options)
-    return _in_tiles(q, out, pool, block_tables, work, options)
+    return in_tiles(q, out, pool, block_tables, work, options)
 
 
-def _take(table: jax.Array, index: jax.Array) -> jax.Array:
+def take(table: jax.Array, index: jax.Array) -> jax.Array:
     """Return table[index] for indices known to be in bounds: neither clamped nor wrapped."""
     return table.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
@@ -285,7 +286,7 @@ def _gather_chunk(blocks: Blocks, block_ids: Int32[Array, "lanes per_chunk"]) ->
     num_blocks, kv_heads, block_size, head_dim = blocks.shape
     heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
     flat = blocks.reshape(num_blocks * kv_heads, block_size * head_dim)
-    return _take(flat, block_ids[:, None, :] * kv_heads + heads)
+    return take(flat, block_ids[:, None, :] * kv_heads + heads)
 
 
 def _chunked(block_tables: jax.Array, block_size: int, chunk: int) -> jax.Array:
@@ -296,7 +297,7 @@ def _chunked(block_tables: jax.Array, block_size: int, chunk: int) -> jax.Array:
     return padded.reshape(seqs, -1, per_chunk)
 
 
-def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int, width: int) -> State:
+def empty_state(like: jax.Array, lanes: int, kv_heads: int, rows: int, width: int) -> State:
     """Return the state before the first key; it varies over the mesh axes that `like` does."""
 
     def filled(value: float, *shape: int) -> jax.Array:
@@ -305,24 +306,20 @@ def _empty(like: jax.Array, lanes: int, kv_heads: int, rows: int, width: int) ->
     return State(filled(LOWEST), filled(0.0), filled(0.0, width))
 
 
-def _fetch(
+def fetch_chunk(
     pool: LayerPool,
     block_ids: Int32[Array, "lanes per_chunk"],
     exists: jax.Array,
     dtype: Any,
     values_in_keys: int | None = None,
-    neighbours: Neighbours | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return k and v of one chunk of context, `[lanes, kv_heads, chunk, width]` each.
 
     `exists` [lanes, chunk] says which slots hold context: elsewhere v is 0, for 0 * NaN is not.
-    With neighbours, block numbers are of stripes, whose parts are gathered from them.
     """
     lanes, per_chunk = block_ids.shape
     _, kv_heads, block_size, head_dim = pool[0].shape
     parts = tuple(_gather_chunk(blocks, block_ids) for blocks in pool)
-    if neighbours is not None:
-        parts, block_size = neighbours.gather_blocks(parts), neighbours.positions.stripe
     k, v = parts[0], parts[-1]
     if _are_codes(pool[0]):
         k, v = (lax.bitcast_convert_type(x, CODE).astype(dtype) for x in (k, v))
@@ -333,7 +330,7 @@ def _fetch(
     return k.reshape(shape), v.reshape(shape)[..., :values_in_keys]
 
 
-def _attend(
+def attend_chunk(
     state: State,
     q: Float[Array, "lanes kv_heads rows head_dim"],
     k: Float[Array, "lanes kv_heads chunk head_dim"],
@@ -441,8 +438,8 @@ def _row_states(
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_wave(w):
-        row, seq, begin, end = _take(jobs, w)
-        lane_q = _take(q.reshape(tokens, -1), row).reshape(lanes, kv_heads, -1, head_dim)
+        row, seq, begin, end = take(jobs, w)
+        lane_q = take(q.reshape(tokens, -1), row).reshape(lanes, kv_heads, -1, head_dim)
         first = lax.div(begin, jnp.int32(chunk))
 
         def run_round(r, state):
@@ -452,11 +449,11 @@ def _row_states(
             block_ids = tables.at[seq, nth].get(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
-            k, v = _fetch(pool, block_ids, exists, q.dtype, options.values_in_keys)
-            return _attend(state, lane_q, k, v, exists[:, None], scores)
+            k, v = fetch_chunk(pool, block_ids, exists, q.dtype, options.values_in_keys)
+            return attend_chunk(state, lane_q, k, v, exists[:, None], scores)
 
-        state = _empty(q, lanes, kv_heads, heads // kv_heads, width)
-        return lax.fori_loop(0, _take(work.wave_rounds, w), run_round, state)
+        state = empty_state(q, lanes, kv_heads, heads // kv_heads, width)
+        return lax.fori_loop(0, take(work.wave_rounds, w), run_round, state)
 
     def put_wave(w, parts):
         put, state = lax.dynamic_update_slice_in_dim, run_wave(w)
@@ -464,7 +461,7 @@ def _row_states(
 
     if waves == 1:
         return _combine_all(run_wave(jnp.int32(0)), work)
-    parts = _empty(q, waves * lanes, kv_heads, heads // kv_heads, width)
+    parts = empty_state(q, waves * lanes, kv_heads, heads // kv_heads, width)
     return _combine(q, lax.fori_loop(0, work.num_waves, put_wave, parts), work)
 
 
@@ -474,8 +471,8 @@ def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
     jobs, kv_heads, q_per_kv, width = parts.weighted.shape
 
     def add_part(i, state):
-        job = _take(work.row_parts, jnp.minimum(work.row_first + i, jobs - 1))
-        part = State(*(_take(x, job) for x in parts))
+        job = take(work.row_parts, jnp.minimum(work.row_first + i, jobs - 1))
+        part = State(*(take(x, job) for x in parts))
         live = (i < work.row_count)[:, None, None]
         part_maximum = jnp.where(live, part.maximum, LOWEST)
         maximum = jnp.maximum(state.maximum, part_maximum)
@@ -487,7 +484,7 @@ def _combine(q: jax.Array, parts: State, work: RowWork) -> State:
             state.weighted * decay[..., None] + part.weighted * gain[..., None],
         )
 
-    state = _empty(q, num_rows, kv_heads, q_per_kv, width)
+    state = empty_state(q, num_rows, kv_heads, q_per_kv, width)
     return lax.fori_loop(0, work.max_parts, add_part, state)
 
 
@@ -499,14 +496,14 @@ def _combine_all(parts: State, work: RowWork) -> State:
     jobs = parts.total.shape[0]
     nth = jnp.arange(jobs, dtype=jnp.int32)[None] - work.row_first[:, None]
     mine = (nth >= 0) & (nth < work.row_count[:, None])  # of the jobs in the order of `row_parts`
-    maximum, total, weighted = (_take(x, work.row_parts) for x in parts)
+    maximum, total, weighted = (take(x, work.row_parts) for x in parts)
     highest = jnp.where(mine[..., None, None], maximum[None], LOWEST).max(1, keepdims=True)
     gain = jnp.where(mine[..., None, None], jnp.exp(maximum[None] - highest), 0.0)
     sums = jnp.einsum("njkr,jkrd->nkrd", gain, weighted, precision=lax.Precision.HIGHEST)
     return State(highest[:, 0], (gain * total[None]).sum(1), sums)
 
 
-def _in_tiles(
+def in_tiles(
     q: jax.Array,
     out: jax.Array,
     pool: LayerPool,
@@ -517,9 +514,6 @@ def _in_tiles(
     """Return `out` with the rows of tiles filled in, one tile after the other."""
     (heads, head_dim), width = q.shape[1:], out.shape[-1]
     kv_heads, block_size = pool[0].shape[1:3]
-    neighbours = options.neighbours
-    if neighbours is not None:
-        block_size = neighbours.positions.stripe
     q_per_kv, scores, window = heads // kv_heads, options.scores, options.window
     work, num_rows = divided.tiles, divided.rows.row_count.shape[0]
     tile = tile_tokens(q.shape[0], num_rows, options.sizes)
@@ -532,7 +526,7 @@ def _in_tiles(
     offsets = jnp.arange(chunk, dtype=jnp.int32)[None]
 
     def run_tile(t, out):
-        seq, start, begin, end, shift, chunk_begin, chunk_end = _take(tiles, t)
+        seq, start, begin, end, shift, chunk_begin, chunk_end = take(tiles, t)
         tile_q, old = (lax.dynamic_slice_in_dim(x, start, tile) for x in (q, out))
         tile_q = tile_q.reshape(tile, kv_heads, q_per_kv, head_dim).transpose(1, 0, 2, 3)
         tile_q = tile_q.reshape(1, kv_heads, tile * q_per_kv, head_dim)
@@ -545,12 +539,11 @@ def _in_tiles(
                 seen &= key >= first_seen(query, window)
             if window is not None and options.frees_blocks:
                 exists &= key >= first_seen(begin + shift, window)
-            block_ids = _take(_take(tables, seq), c)[None]
-            own = options.values_in_keys, neighbours
-            k, v = _fetch(pool, block_ids, exists, q.dtype, *own)
-            return _attend(state, tile_q, k, v, seen[None], scores)
+            block_ids = take(take(tables, seq), c)[None]
+            k, v = fetch_chunk(pool, block_ids, exists, q.dtype, options.values_in_keys)
+            return attend_chunk(state, tile_q, k, v, seen[None], scores)
 
-        state = _empty(q, 1, kv_heads, tile * q_per_kv, width)
+        state = empty_state(q, 1, kv_heads, tile * q_per_kv, width)
         state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)
         new = options.values(state, tile).astype(q.dtype)
         new = new.reshape(kv_heads, tile, q_per_kv, width).transpose(1, 0, 2, 3)

@@ -40,6 +40,7 @@ from shiftjax.models.attention_work import (
     loop_sizes,
 )
 from shiftjax.models.entry_backend import Entry, pallas_entry, why_not_traced
+from shiftjax.models.gathered_tiles import in_gathered_tiles
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
 from shiftjax.models.neighbours import Neighbours, localised, neighbours_of
 from shiftjax.models.products import Codes
@@ -115,7 +116,10 @@ def xla_attention(
     def attend(q, pool, metadata, terms):
         work = metadata.work[terms.window]
         tables = terms.block_tables(pool, metadata.block_tables)
-        return ragged_paged_attention(q, pool, tables, work, of_layer(terms))
+        if neighbours is None:
+            return ragged_paged_attention(q, pool, tables, work, of_layer(terms))
+        out = row_attention(q, pool, tables, work.rows, of_layer(terms))
+        return in_gathered_tiles(q, out, pool, tables, work, of_layer(terms))
 
     def attend_rows(q, pool, block_tables, work, terms):
         tables = terms.block_tables(pool, block_tables)

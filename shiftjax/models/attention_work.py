@@ -21,7 +21,12 @@ from jaxtyping import Int32
 
 from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.window import Window, first_seen
-from shiftjax.parallel.positions import CHUNK_TOKENS, TILE_TOKENS, Positions
+from shiftjax.parallel.positions import (
+    GATHERED_TOKENS,
+    GATHERED_TOKENS_ON_CPU,
+    GATHERS,
+    Positions,
+)
 
 
 class RowLoop(NamedTuple):
@@ -42,6 +47,9 @@ class LoopSizes(NamedTuple):
     # half as many rows are tiles there. None: rows never are, and all tiles have the same size
     row_tile: int | None = None
     whole_rows: bool = False  # no row is cut into jobs: the order of its sums is its own
+    # context tokens that neighbours gather in an exchange; exchanges before tiles attend
+    gathered: int = GATHERED_TOKENS_ON_CPU
+    gathers: int = GATHERS
 
 
 def _cpu_rows(num_rows: int) -> RowLoop:
@@ -60,10 +68,8 @@ def _gpu_rows(num_rows: int) -> RowLoop:
 # A round fits a cache; also of what is no GPU.
 CPU_SIZES = LoopSizes(_cpu_rows, tile=64, tile_chunk=128)
 CPU_DRAFT_SIZES = CPU_SIZES._replace(row_tile=8)  # chunks of prompts are dearer in these
-# Devices meet in each round of a tile; drafts are rows, whose keys stay where they are.
-CPU_EXCHANGE_SIZES = CPU_SIZES._replace(tile=TILE_TOKENS, tile_chunk=CHUNK_TOKENS)
 # A round is a few launches, one after the other, some 50 us: it needs as much to do.
-GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024)
+GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024, gathered=GATHERED_TOKENS)
 
 
 def loop_sizes(
@@ -72,15 +78,14 @@ def loop_sizes(
     """Return the sizes for the devices of a platform, as JAX names it.
 
     With `deterministic` ones the sums over a row's context do not depend on other rows; with
-    `drafts` sequences may have several rows; with `exchanges` each round of a tile has one.
+    `drafts` sequences may have several rows, which stay such with `exchanges`: those of rows are
+    smaller than those of tiles.
     """
-    if exchanges and platform != "gpu":
-        return CPU_EXCHANGE_SIZES._replace(whole_rows=deterministic)
     if platform == "gpu":
         return GPU_SIZES._replace(whole_rows=deterministic)
     if deterministic:
         return CPU_SIZES._replace(whole_rows=True)
-    return CPU_DRAFT_SIZES if drafts else CPU_SIZES
+    return CPU_DRAFT_SIZES if drafts and not exchanges else CPU_SIZES
 
 
 class RowWork(NamedTuple):
@@ -110,9 +115,21 @@ class TileWork(NamedTuple):
     tile_begin: Int32[Any, " tiles"]  # first token that the tile owns, hence writes
     tile_end: Int32[Any, " tiles"]  # one past the last that it owns
     tile_shift: Int32[Any, " tiles"]  # position in the sequence = token index + shift
-    tile_chunk_begin: Int32[Any, " tiles"]  # first context chunk that the tile sees
+    # first context chunk that the tile sees; a block, where these are gathered
+    tile_chunk_begin: Int32[Any, " tiles"]
     tile_chunk_end: Int32[Any, " tiles"]  # one past the last
     num_tiles: Int32[Any, ""]  # the trip count
+
+
+class GatheredWork(NamedTuple):
+    """What tiles see of contexts, one after the other, for devices that gather it.
+
+    In blocks of the tables. `num_blocks` is the number of all of them.
+    """
+
+    seq_begin: Int32[Any, " seqs"]  # where a sequence's blocks begin
+    seq_first: Int32[Any, " seqs"]  # which of its table is the first of them
+    num_blocks: Int32[Any, ""]
 
 
 class AttentionWork(NamedTuple):
@@ -120,6 +137,7 @@ class AttentionWork(NamedTuple):
 
     rows: RowWork
     tiles: TileWork
+    gathered: GatheredWork | None = None  # where devices split positions
 
 
 def tile_tokens(num_tokens: int, num_rows: int, sizes: LoopSizes = CPU_SIZES) -> int:
@@ -163,9 +181,13 @@ def divide_attention(
     if _row_tile(num_tokens, num_rows, sizes):
         in_tiles |= 2 * np.diff(query_start_loc) >= tile
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
-    chunk = whole_blocks(sizes.tile_chunk, block_size)
-    of = np.flatnonzero(in_tiles), sequences, num_tokens, tile, chunk
-    return AttentionWork(divide_rows(rows, num_rows, **options), _divide_tiles(*of, window=window))
+    divided = divide_rows(rows, num_rows, **options)
+    of = np.flatnonzero(in_tiles), sequences, num_tokens, tile
+    if positions is None:
+        chunk = whole_blocks(sizes.tile_chunk, block_size)
+        return AttentionWork(divided, _divide_tiles(*of, chunk, window=window))
+    tiles = _divide_tiles(*of, block_size, window=window)
+    return AttentionWork(divided, tiles, _gathered(tiles, len(seq_lens)))
 
 
 def check_contexts(
@@ -280,6 +302,17 @@ def _divide_tiles(
     }
     padded = {name: _padded(values, capacity) for name, values in fields.items()}
     return TileWork(**padded, num_tiles=np.asarray(len(owner), np.int32))
+
+
+def _gathered(tiles: TileWork, num_seqs: int) -> GatheredWork:
+    """Return which blocks the tiles see, whose chunks are blocks."""
+    num = int(tiles.num_tiles)
+    seqs, end = tiles.tile_seq[:num], np.zeros(num_seqs, np.int32)
+    np.maximum.at(end, seqs, tiles.tile_chunk_end[:num])
+    first = end.copy()
+    np.minimum.at(first, seqs, tiles.tile_chunk_begin[:num])
+    after = np.cumsum(end - first, dtype=np.int32)
+    return GatheredWork(after - (end - first), first, after[-1:].sum(dtype=np.int32))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -6,9 +6,10 @@ query heads of width d on a device, in activations of b bytes, with f bytes of a
     all-gather  m * R h * d * b          every one answers the queries of all, at its own positions
     all-to-all  m * R h * (d + 2) * f    parts of each device's own heads come to it
 
-Tiles of prompts gather keys and values instead, a chunk of context in each round of their loop.
+Tiles of prompts gather keys and values instead, once a layer (`gathered_tiles.py`).
 """
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -56,18 +57,17 @@ class Neighbours(NamedTuple):
         return jax.lax.all_to_all(send, ALL_AXES, 0, 0, axis_index_groups=self._groups)
 
     def gather_blocks(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Return blocks `[lanes, rows, blocks, block * width]` as those of stripes.
+        """Return blocks `[blocks, ...]` of all neighbours: `[ways, blocks, ...]` of each array.
 
         Arrays of several widths go together, in one exchange.
         """
-        own = {"axis": 3, "axis_index_groups": self._groups}
-        found = jax.lax.all_gather(jnp.concatenate(parts, axis=-1), ALL_AXES, **own)
-        ends, end = [], 0
-        for part in parts:
-            end += part.shape[-1]
-            ends.append(end)
+        flat = [part.reshape(len(part), -1) for part in parts]
+        groups = {"axis_index_groups": self._groups}
+        found = jax.lax.all_gather(jnp.concatenate(flat, axis=-1), ALL_AXES, **groups)
+        ends = list(itertools.accumulate(part.shape[-1] for part in flat))
         split = jnp.split(found, ends[:-1], axis=-1)
-        return tuple(each.reshape(*each.shape[:3], -1) for each in split)
+        ways = self.positions.ways
+        return tuple(x.reshape(ways, *part.shape) for x, part in zip(split, parts, strict=True))
 
 
 def neighbours_of(layout: Layout, block_size: int) -> Neighbours | None:

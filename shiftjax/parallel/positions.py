@@ -18,10 +18,15 @@ The functions take and return numbers, NumPy arrays or JAX arrays of integers.
 from dataclasses import dataclass
 from typing import Any
 
-# Where neighbours gather what a tile of a prompt sees: its queries, and about how much context in a
-# round. They meet in every one.
-TILE_TOKENS = 256
-CHUNK_TOKENS = 512
+# Neighbours gather the contexts of prompts: about so many tokens in an exchange, and so many
+# exchanges before anybody attends to them.
+GATHERED_TOKENS, GATHERED_TOKENS_ON_CPU = 4096, 512
+GATHERS = 8
+
+
+def gathered_tokens(stripe: int, tokens: int) -> int:
+    """Return about `tokens` as whole stripes, at least one."""
+    return stripe * max(1, tokens // stripe)
 
 
 @dataclass(frozen=True)

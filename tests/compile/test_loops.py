@@ -7,17 +7,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import collectives, counted
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 aot.require()
 pytestmark = pytest.mark.thorough
 
 from pallas_kernels.rows import Sequences  # noqa: E402
+from shiftjax.arch.formats import Formats  # noqa: E402
+from shiftjax.arch.presets import PRESETS  # noqa: E402
+from shiftjax.costs.collectives import context_gathers, row_exchanges  # noqa: E402
+from shiftjax.costs.memory import split_bytes  # noqa: E402
 from shiftjax.models.attention import (  # noqa: E402
+    AttentionMetadata,
+    LayerTerms,
     LoopOptions,
     divide_attention,
     ragged_paged_attention,
 )
+from shiftjax.models.attention_backend import loops_of  # noqa: E402
 from shiftjax.models.attention_work import GPU_SIZES  # noqa: E402
+from shiftjax.models.neighbours import neighbours_of  # noqa: E402
+from shiftjax.parallel.grid import ALL_AXES  # noqa: E402
+from shiftjax.parallel.layout import Layout  # noqa: E402
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 8, 128, 16  # Llama-8B's, on one GPU
 FREE = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element")
@@ -59,3 +72,39 @@ def test_a_round_is_a_few_launches_and_gathers_once(chip):
     lanes, _, chunk = GPU_SIZES.row_loop(64)
     gathered = 2 * lanes * chunk * KV_HEADS * HEAD_DIM * 2  # keys and values, once
     assert gathered < temporary_bytes < 1.15 * gathered
+
+
+def test_neighbours_gather_latents_once_for_all_tiles():
+    """Of DeepSeek-V3, which 8 devices split; beside the buffer and the softmaxes are queries."""
+    layout = Layout(PRESETS["deepseek-v3"], 8, 1, by_position=True)
+    formats, rows, tokens = Formats("bfloat16", "bfloat16", "bfloat16"), 64, 4096
+    loops = loops_of(layout.model, 64, "gpu", neighbours=neighbours_of(layout, 64))
+    tables, lens, starts = np.zeros((rows, 512), np.int32), *map(np.zeros, (rows, rows + 1))
+    lens, starts = lens.astype(np.int32), starts.astype(np.int32)
+    work = loops.divide(tables, lens, starts, 0, num_tokens=tokens, num_rows=rows)
+    slots = np.zeros(tokens, np.int32)
+    metadata = AttentionMetadata(slots, tables, lens, starts, np.int32(0), work)
+    mesh = aot.make_mesh("h200", (*(1,) * (len(ALL_AXES) - 1), 8), ALL_AXES)
+    heads, pools, width = P(None, ALL_AXES), P(ALL_AXES), layout.model.head_dim
+
+    def attend(q, pool, metadata):
+        return loops.attend(q, (pool,), metadata, LayerTerms())
+
+    own = {"mesh": mesh, "in_specs": (heads, pools, P()), "out_specs": heads, "check_vma": False}
+    arrays = (
+        ((tokens, layout.model.num_heads, width), heads),
+        ((8 * 4001, 1, 8, width), pools),
+    )
+    q, pool = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in arrays
+    )
+    with jax.set_mesh(mesh):
+        metadata = aot.on_device(mesh, metadata)
+        compiled = jax.jit(jax.shard_map(attend, **own)).lower(q, pool, metadata).compile()
+    moves = context_gathers(layout, formats, 4096) + row_exchanges(layout, rows, 2)
+    assert collectives(compiled.as_text() or "") == counted(moves)
+    memory = compiled.memory_analysis()
+    queries = tokens * layout.heads_per_device * width * 2
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1.02 * (split_bytes(layout, formats, tokens) + queries)

@@ -20,6 +20,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.costs.collectives import (
     DIGIT_BITS_ON_CPU,
+    context_gathers,
     gather_of_experts,
     guess_collectives,
     sampling_collectives,
@@ -32,6 +33,7 @@ from shiftjax.device.pool import PoolOptions
 from shiftjax.fleet.mover_device import compile_exchange
 from shiftjax.parallel.grid import Grid, Group
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import GATHERED_TOKENS_ON_CPU, gathered_tokens
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 MESHES = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -80,7 +82,7 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
         *thorough((1, 8, SWIFTKV, {"kv_cache_dtype": "fp8"})),
     ],
 )
-def test_neighbours_exchange_queries_parts_and_chunks(sp, tp, sizes, options):
+def test_neighbours_exchange_queries_parts_and_contexts(sp, tp, sizes, options):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
     check(sp, tp, ODD | heads | sizes, kv_split="position", **options)
 
@@ -204,6 +206,9 @@ def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> None:
         layout, bucket = runner.step.layout, program.bucket
         experts = runner.step.experts_in(mode, bucket.tokens)
         moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats, experts)
+        gathered = gathered_tokens(runner.step.block_size, GATHERED_TOKENS_ON_CPU)
+        of_layer = context_gathers(layout, runner.step.model.formats, gathered)
+        moves += layout.model.num_early_layers * of_layer
         if settings.get("whole"):
             moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
         else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
-from shiftjax.costs.collectives import Collective, Kind, chunk_gathers, row_exchanges
+from shiftjax.costs.collectives import Collective, Kind, context_gathers, row_exchanges
 from shiftjax.costs.levels import (
     collective_seconds,
     levels_of,
@@ -115,7 +115,7 @@ def test_neighbours_that_split_positions_may_be_on_several_hosts(num_kv_heads, h
         ways, places = layout.position_ways, Grid(tp, sp).devices_of(Group(0, sp))
         groups = [places[first : first + ways] for first in range(0, sp * tp, ways)]
         spread = {tuple(sorted(Counter(d // per_host for d in g).values())) for g in groups}
-        for move in (*row_exchanges(layout, 3, 2), *chunk_gathers(layout, FORMATS)):
+        for move in (*row_exchanges(layout, 3, 2), *context_gathers(layout, FORMATS, 9)):
             inside, between = levels_of(move, per_host)
             assert spread == {(inside.num_devices,) * between.num_devices}
             found.add(between.num_devices)

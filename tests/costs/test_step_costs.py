@@ -15,7 +15,12 @@ from shiftjax.arch.weights import layer_parameters, num_parameters
 from shiftjax.core.policy import work_of
 from shiftjax.core.request import Request, ScheduledSequence, SequenceState, StepPlan
 from shiftjax.costs.buckets import Bucket
-from shiftjax.costs.collectives import Collective, layer_collectives, row_exchanges
+from shiftjax.costs.collectives import (
+    Collective,
+    context_gathers,
+    layer_collectives,
+    row_exchanges,
+)
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.expert_part import expert_part
 from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
@@ -430,6 +435,12 @@ def test_split_positions_are_read_once_and_exchanged():
         added = split.mode_seconds(mode, size) - whole.mode_seconds(mode, size)
         exchanges = row_exchanges(layouts[1], 64, 2)
         assert added == pytest.approx(32 * split.layers.move(exchanges))
+    # What tiles see is gathered once a layer, however many they are; K and V of one head.
+    (gather,) = context_gathers(layouts[1], formats, 4096)
+    assert gather[:3] == ("all-gather", 4, 4096 * 2 * 128 * 2)
+    for work, count in ((Work.prefill(4096), 1), (chunk, 8), (Work.prefill(256, 28_672), 8)):
+        own, others = (each.breakdown(layout.base, work).attention for each in (split, whole))
+        assert own - others == pytest.approx(32 * count * split.layers.move([gather]))
     # The queries of 4 x 4 heads of 128 come, and 130 numbers of each go back.
     assert [move[:3] for move in row_exchanges(layouts[1], 10, 2)] == [
         ("all-gather", 4, 10 * 16 * 128 * 2),

@@ -7,6 +7,7 @@ import pytest
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.config import EngineConfig
+from shiftjax.costs.memory import split_bytes
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import resolve
 from shiftjax.options import ConfigError
@@ -29,7 +30,10 @@ def test_a_block_is_as_large_on_a_device_and_holds_more_tokens():
     assert whole.host_block_bytes == split.host_block_bytes  # of 4 times as many tokens
     memories = whole.memory(CPUS), split.memory(CPUS)
     assert memories[0].kv_token_bytes == 4 * memories[1].kv_token_bytes
-    assert split.memory(CPUS).num_kv_tokens >= 4 * memories[0].num_kv_tokens
+    buffer = split_bytes(split.layout, split.formats, split.max_num_batched_tokens)
+    kv_bytes = memories[0].kv_bytes - buffer  # of what prompts see
+    assert buffer > 0 and memories[1].kv_bytes == kv_bytes
+    assert memories[1].num_kv_tokens >= 4 * (kv_bytes // memories[0].kv_token_bytes)
     assert split.stages[0].layout.position_ways == 4
     assert split.of_width(4).block_size == 64
 

@@ -17,7 +17,7 @@ from pallas_kernels.window import Chunk
 from shiftjax.device.mesh import make_mesh
 from shiftjax.models.attention import LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend, xla_attention
-from shiftjax.models.attention_work import CPU_EXCHANGE_SIZES, LoopSizes, RowLoop
+from shiftjax.models.attention_work import CPU_SIZES, LoopSizes, RowLoop
 from shiftjax.models.neighbours import Neighbours
 from shiftjax.parallel.grid import ALL_AXES
 from shiftjax.parallel.positions import Positions
@@ -25,7 +25,7 @@ from shiftjax.parallel.positions import Positions
 SPLIT = Positions(4, 4)
 DEVICES = 8
 # Rows in several parts and waves, tiles in several rounds.
-SMALL = LoopSizes(lambda rows: RowLoop(4, -(-(rows + 4) // 4), 8), 48, 32)
+SMALL = LoopSizes(lambda rows: RowLoop(4, -(-(rows + 4) // 4), 8), 48, 32, gathered=32, gathers=2)
 AT_STRIPES = [1, 3, 4, 5, 15, 16, 17, 31, 33]
 STEPS_HERE = STEPS | {"decodes at stripes": ([1] * 9, AT_STRIPES, 16, 16)}
 
@@ -124,7 +124,7 @@ def test_windows_sinks_and_soft_caps(window):
 
 @pytest.mark.thorough
 def test_the_sizes_of_the_engine():
-    check(case_of("decodes and prompts", max_len=1024), sizes=CPU_EXCHANGE_SIZES)
+    check(case_of("decodes and prompts", max_len=1024), sizes=CPU_SIZES)
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ from mutant import Mutant
 POSITIONS = "shiftjax/parallel/positions.py"
 NEIGHBOURS = "shiftjax/models/neighbours.py"
 ATTENTION = "shiftjax/models/attention.py"
+GATHERED = "shiftjax/models/gathered_tiles.py"
 WORK = "shiftjax/models/attention_work.py"
 RULE = "shiftjax/deploy/position_rule.py"
 COLLECTIVES = "shiftjax/costs/collectives.py"
@@ -12,6 +13,7 @@ COLLECTIVES = "shiftjax/costs/collectives.py"
 TEST_POSITIONS = "tests/parallel/test_positions.py"
 ON_DEVICES = "tests/device/test_split_positions.py"
 TEST_ATTENTION = "tests/models/test_split_attention.py"
+TEST_GATHERED = "tests/models/test_gathered_tiles.py"
 TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_RULE = "tests/deploy/test_position_rule.py"
 
@@ -54,6 +56,40 @@ ROWS = (
         "parts come back without their normalisers", "positions", COLLECTIVES,
         "asked * (summed + 2) * STATE_BYTES", "asked * summed * STATE_BYTES",
         (TEST_COSTS,), "the exchange of short heads is priced too low",
+    ),
+    Mutant(
+        "pages lie as they are in a context", "positions", GATHERED,
+        "return lax.rem(nth, ways) * self.blocks + lax.div(nth, ways)", "return nth",
+        (TEST_GATHERED, TEST_ATTENTION), "prompts see their context in another order",
+    ),
+    Mutant(
+        "all rounds begin where the first one does", "positions", GATHERED,
+        "nth = first + n * rounds.piece + places", "nth = n * rounds.piece + places",
+        (TEST_GATHERED, TEST_ATTENTION), "what is behind the buffer's end is never seen",
+    ),
+    Mutant(
+        "tables begin with what tiles see", "positions", GATHERED,
+        "column = nth - take(work.seq_begin, seq) + take(work.seq_first, seq)",
+        "column = nth - take(work.seq_begin, seq)",
+        (TEST_GATHERED, TEST_ATTENTION), "prompts with windows see what is behind these",
+    ),
+    Mutant(
+        "tiles see what is behind the buffer's end", "positions", GATHERED,
+        "exists = (key < end + ahead) & (key < (high - shift) * stripe)",
+        "exists = key < end + ahead",
+        (TEST_ATTENTION,), "the last page of a round counts several times",
+    ),
+    Mutant(
+        "tiles forget the rounds before", "positions", GATHERED,
+        "new = lax.fori_loop(0, count, run_chunk, old)",
+        "new = lax.fori_loop(0, count, run_chunk, empty_state(q, *old.weighted.shape))",
+        (TEST_ATTENTION,), "long prompts see the ends of their contexts alone",
+    ),
+    Mutant(
+        "contexts of chunks are as long as these", "positions", "shiftjax/costs/kernel_costs.py",
+        "math.ceil(context / self.split.gathered) * self.split.gather",
+        "math.ceil(tokens / self.split.gathered) * self.split.gather",
+        (TEST_COSTS,), "chunks behind long contexts are priced as first ones",
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
