@@ -21,6 +21,7 @@ from shiftjax.deploy.window_rule import freed_in_words
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
+from shiftjax.sim.best_row import best_of
 from shiftjax.sim.columns import LATENCIES, percentiles
 from shiftjax.sim.drafts import AcceptanceModel, acceptance_from
 from shiftjax.sim.estimate import Estimate, Workload, estimate
@@ -45,6 +46,7 @@ from shiftjax.sim.planning import (
     recommend,
     stages_in_words,
     table_of,
+    with_switch_in_words,
 )
 from shiftjax.sim.refused import refused_in_words
 from shiftjax.sim.replay import Replay
@@ -107,6 +109,9 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
     if freed := freed_in_words(best):
         print(f"KV of a sequence: {freed}")
     more = (
+        with_switch_in_words(
+            target, best, best_of(estimates[len(own) :], workload, arguments.goal)
+        ),
         positions_in_words(target, best, workload),
         hosts_in_words(target, workload, **settings),
         gather_in_words(target, **settings),

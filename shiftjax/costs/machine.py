@@ -87,6 +87,11 @@ class Machine:
     measured: str = ""  # by what, on which devices, when; "": constants are from elsewhere
 
     @property
+    def as_run(self) -> "Machine":
+        """This machine without kernels that no such device has run: the switch's sums."""
+        return self if self.measured else replace(self, switch_sum=())
+
+    @property
     def reads_peers(self) -> bool:
         """Whether devices read each other's memory, as kernels do that sum in one shot."""
         return any(way.volume == "one_shot" for way in self.all_reduce)

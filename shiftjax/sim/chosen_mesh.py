@@ -71,7 +71,8 @@ def with_chosen_mesh(config: EngineConfig, target: Target) -> EngineConfig:
     except ConfigError:
         return config
     plain = [each for each in deployments if each.pp == 1 and not each.layout.gathers]
-    best = best_of([estimate_stored(target, each, workload) for each in plain], workload)
+    as_run = replace(target, machine=target.machine.as_run)
+    best = best_of([estimate_stored(as_run, each, workload) for each in plain], workload)
     if best is None:
         return config
     dp, sp, tp = (getattr(best.deployment, name) for name in ("dp", "sp", "tp"))

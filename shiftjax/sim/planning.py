@@ -146,9 +146,12 @@ def recommend(
 ) -> tuple[Deployment, str] | None:
     """The best row of the table for a goal, with its threshold, and the reason; None: none fits.
 
-    Over several hosts it is one engine: replicas are told of beside it (`hosts_in_words`).
+    By prices of what has run (`Machine.as_run`): where the switch's sums fail their check, XLA's
+    take their place, and the mesh stays. Over several hosts it is one engine: replicas are told of
+    beside it (`hosts_in_words`).
     """
-    estimates = table_of(target, workload, **budgets)
+    as_run = replace(target, machine=target.machine.as_run)
+    estimates = table_of(as_run, workload, **budgets)
     if target.machine.num_hosts > 1:
         plain = [e for e in estimates if e.fits and e.deployment.pp == 1]
         widest = min((e.deployment.dp for e in plain), default=1)
@@ -197,6 +200,20 @@ def _reason(fitting: Sequence[Estimate], best: Estimate, goal: str | None) -> st
         f"{len(fitting)} that fit none has a product of these ratios that is {AS_NEAR - 1:.0%} "
         "less, and of those as near none has more tokens per second; "
         f"--goal {', '.join(GOALS)} ask for one of them"
+    )
+
+
+def with_switch_in_words(target: Target, chosen: Deployment, in_table: Estimate | None) -> str:
+    """Which row sums by the switch would recommend, in a sentence; "" if the same, or none."""
+    machine = target.machine
+    if in_table is None or machine.as_run == machine or machine.num_hosts > 1:
+        return ""
+    one = in_table.deployment
+    if (one.dp, one.pp, one.sp, one.tp) == (chosen.dp, chosen.pp, chosen.sp, chosen.tp):
+        return ""
+    return (
+        f"switch: with its sums, as in the table, {one.name.strip()} would be recommended "
+        f"({degree_flags(one)}); nobody has run these kernels, so XLA's sums decide"
     )
 
 

@@ -72,6 +72,11 @@ ROWS: tuple[Mutant, ...] = (
         TEST_BEST, "rows are recommended that others dominate",
     ),
     Mutant(
+        "kernels that nobody has run recommend a mesh", "plans", "shiftjax/costs/machine.py",
+        "return self if self.measured else", "return self if self.num_devices else",
+        TEST_BEST, "bursts wait 15% longer, and more if the kernels fail",
+    ),
+    Mutant(
         "a goal is what a row has least of", "plans", BEST,
         "lambda one, _: -one.tokens_per_second", "lambda one, _: one.tokens_per_second",
         TEST_BEST, "the slowest is recommended for throughput",

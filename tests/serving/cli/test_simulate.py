@@ -73,7 +73,7 @@ def test_a_recommendation_with_experts_says_how_far_steps_split_them(capsys, tmp
     assert main(["plan", "--model", "qwen3-30b-a3b", "--out", str(tmp_path)]) == 0
     _, _, after = capsys.readouterr().out.partition("recommended: ")
     first, reason, command, *_ = after.splitlines()
-    assert first == "--sp 8 --tp 1 --experts 1 --policy cost"
+    assert first == "--dp 2 --sp 4 --tp 1 --experts 1 --policy cost"
     assert "none has more tokens per second" in reason
     assert "--experts 1" in command and "--policy cost" in command
     _, _, table = after.partition("steps, and how far they split the experts:\n")
