@@ -601,15 +601,6 @@ def _pool_holds_a_sequence(
     )
 
 
-def _positions_stay_where_they_are(kv_split: str, fleet: bool) -> str | None:
-    if kv_split != "position" or not fleet:
-        return None
-    return (
-        "kv_split = position cannot be had with fleet: KV moves there by whole heads; use "
-        "kv_split = replicate, or drop fleet"
-    )
-
-
 def _buckets_hold_the_decodes(
     token_buckets: tuple[int, ...] | None,
     max_num_batched_tokens: int | None,
@@ -735,7 +726,6 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _machine_is_used,
     _host_memory_is_used,
     _pool_holds_a_sequence,
-    _positions_stay_where_they_are,
     _buckets_hold_the_decodes,
     _buckets_reach_the_budget,
     _lookup_is_a_range,

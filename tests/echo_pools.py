@@ -1,8 +1,8 @@
 """Pools of a fleet as tests see them: which token of which head is where, and how it moves.
 
 A cell of a device's pool is what it would keep of one token in one head; here it says which:
-`token * heads + head`. Moves are made head by head, as the definition of a layout has it, and not
-as `fleet/mover_device.py` does.
+`token * heads + head`. Moves are made head by head and token by token, as the definition of a
+layout has it, and not as `fleet/mover_device.py` does.
 """
 
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from shiftjax.fleet.fleet_policy import FleetView, NeedPolicy, Wish
 from shiftjax.fleet.handover import Copy, Crossing, calls
 from shiftjax.parallel.grid import Grid, Group, unit_order
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import Positions
 
 NOTHING = -1
 
@@ -26,53 +27,62 @@ class EchoPools:
         self.layouts, self.grid, self.block_size = layouts, grid, block_size
         unit = layouts[min(layouts)].of_width(1)
         self.heads = unit.num_kv_heads
-        cells = unit.kv_heads_per_device * block_size
+        cells = unit.kv_heads_per_device * block_size // unit.position_ways
         self.cells = np.full((grid.num_devices, num_blocks, cells), NOTHING)
 
     def block_tokens(self, width: int) -> int:
         return self.layouts[width].block_tokens(self.block_size)
 
-    def parts(self, group: Group) -> list[tuple[np.ndarray, list[int]]]:
-        """Of every device of a group its blocks, `[blocks, heads, tokens]`, and which heads.
+    def parts(self, group: Group) -> list[tuple[np.ndarray, list[int], np.ndarray]]:
+        """Of every device of a group its blocks, `[blocks, heads, tokens]`; which heads and tokens.
 
         The blocks are views.
         """
         layout, found = self.layouts[group.width], []
+        size = self.block_tokens(group.width)
+        positions = layout.positions(size) or Positions(1, size)
         for place, device in enumerate(self.grid.devices_of(group)):
             cells, heads = self.cells[device], layout.kv_heads_of(place)
-            shape = len(cells), len(heads), self.block_tokens(group.width)
-            found.append((cells.reshape(shape), heads))
+            mine = positions.owner(np.arange(size)) == place % positions.ways
+            shape = len(cells), len(heads), mine.sum()
+            found.append((cells.reshape(shape), heads, np.flatnonzero(mine)))
         return found
 
     def write(self, group: Group, block: int, offset: int, token: int) -> None:
-        for blocks, heads in self.parts(group):
-            blocks[block, :, offset] = token * self.heads + np.array(heads)
+        for blocks, heads, mine in self.parts(group):
+            blocks[block][:, mine == offset] = token * self.heads + np.array(heads)[:, None]
 
     def read(self, group: Group, numbers: list[int], num_tokens: int) -> list[int]:
         """The first tokens in these blocks, which every head on every device must agree on."""
-        seen = []
-        for blocks, heads in self.parts(group):
+        size = self.block_tokens(group.width)
+        seen = np.full((self.heads, len(numbers) * size), NOTHING)
+        for blocks, heads, mine in self.parts(group):
+            at = (np.arange(len(numbers))[:, None] * size + mine).reshape(-1)
             for nth, head in enumerate(heads):
-                cells = blocks[numbers, nth].reshape(-1)[:num_tokens]
-                token, held = np.divmod(cells, self.heads)
-                seen.append(np.where(held == head, token, NOTHING - 1))
-        for other in seen[1:]:
-            assert (other == seen[0]).all(), f"heads of {group} hold other tokens"
+                token, held = np.divmod(blocks[numbers, nth].reshape(-1), self.heads)
+                token = np.where(held == head, token, NOTHING - 1)
+                known, at_end = seen[head, at], at >= num_tokens
+                assert (at_end | (known == NOTHING) | (known == token)).all(), (
+                    f"copies of {group} differ"
+                )
+                seen[head, at] = token
+        seen = seen[:, :num_tokens]
+        assert (seen == seen[0]).all(), f"heads of {group} hold other tokens"
         return seen[0].tolist()
 
     def whole(self, group: Group, number: int) -> np.ndarray:
         """A block as `[heads, tokens]`, from the devices of its group."""
         whole = np.full((self.heads, self.block_tokens(group.width)), NOTHING)
-        for blocks, heads in self.parts(group):
-            whole[heads] = blocks[number]
+        for blocks, heads, mine in self.parts(group):
+            whole[np.ix_(heads, mine)] = blocks[number]
         return whole
 
     def put(self, group: Group, number: int, whole: np.ndarray) -> None:
-        for blocks, heads in self.parts(group):
-            blocks[number] = whole[heads]
+        for blocks, heads, mine in self.parts(group):
+            blocks[number] = whole[np.ix_(heads, mine)]
 
     def forget(self, group: Group) -> None:
-        for blocks, _ in self.parts(group):
+        for blocks, *_ in self.parts(group):
             blocks[:] = NOTHING
 
 

@@ -79,12 +79,14 @@ def make_fleet(
     clock: Any = None,
     max_model_len: int = MAX_MODEL_LEN,
     num_host_blocks: int = 0,
+    by_position: bool = False,
     **scheduler: Any,
 ) -> Engine:
     """An engine whose units form the groups that `policy` says, at first one for each unit."""
     model = replace(PRESETS["tiny"], num_heads=8, num_kv_heads=num_kv_heads)
     widths = possible_widths(units)
-    layouts = {width: Layout(model, width, 1, units) for width in widths}
+    own = {"widest": units, "by_position": by_position}
+    layouts = {width: Layout(model, width, 1, **own) for width in widths}
     pools = EchoPools(layouts, Grid(1, units), num_blocks, block_size)
     groups = all_groups(units, widths)
     sizes = {group: pools.block_tokens(group.width) for group in groups}

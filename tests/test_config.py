@@ -179,7 +179,6 @@ BROKEN_RULES = [
     ({"preemption": "swap"}, "preemption = swap needs host_memory, say 8GiB, got '0'"),
     ({"host_memory": "8MB", "prefix_caching": False}, "host_memory = 8MB has no meaning without"),
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
-    ({"kv_split": "position", "fleet": True}, "kv_split = position cannot be had with fleet: KV"),
     (
         {"token_buckets": [64, 512], "max_num_batched_tokens": 1024},
         "token_buckets end at 512, but a step may have",
@@ -281,6 +280,7 @@ def test_every_rule_is_tried_above():
         {"num_blocks": 5, "max_model_len": 64},
         {"num_blocks": 5, "max_model_len": 65, "kv_split": "position"},  # whose blocks are larger
         {"kv_split": "position", "host_memory": "8MB"},
+        {"kv_split": "position", "fleet": True},
         HOSTS | {"kv_split": "position"},
         {"preemption": "swap", "host_memory": "2kb", "prefix_caching": False},
         {"host_memory": "1.5 GiB"},

@@ -18,13 +18,13 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
     Raises ConfigError where it asks for what cannot be had.
     """
     wanted, layout = config.cache.kv_split, deployment.layout
-    if wanted == "replicate" or config.fleet.fleet:
+    if wanted == "replicate":
         return deployment
     split = split_of(deployment)
     if split is None:
         if wanted == "auto":
             return deployment
-        if all(shape.copies == 1 for shape in layout.shapes):
+        if _ways_of(deployment) == {(1,)}:
             words = "kv_split = position changes nothing: no devices cache the same of %s"
             logger.warning(words, layout.model.name)
             return deployment
@@ -34,22 +34,31 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
         return deployment
     _check_blocks(config, split)
     words = "%d devices split the positions of what they cache: KV blocks of %d tokens, %d on each"
-    ways, size = split.layout.position_ways, split.block_size
-    logger.info(words, ways, size, deployment.block_size)
+    for each in split.by_width.values():
+        if (ways := each.layout.position_ways) > 1:
+            logger.info(words, ways, each.block_size, each.block_size // ways)
     return split
 
 
 def split_of(deployment: Deployment) -> Deployment | None:
     """The same deployment, whose devices split positions; None: they cannot, or have no copies.
 
-    Neighbours must be the same in all layers.
+    Neighbours must be the same in all layers. Of a fleet, in each of its widths, some of which may
+    have no copies.
     """
-    layout = deployment.layout
-    ways = {shape.copies for shape in layout.shapes}
-    if ways == {1} or len(ways) > 1 or deployment.widths:
+    ways = _ways_of(deployment)
+    if ways == {(1,)} or any(len(each) > 1 for each in ways):
         return None
-    size = deployment.block_size * layout.copies
-    return replace(deployment, layout=replace(layout, by_position=True), block_size=size)
+    size = deployment.block_size * deployment.layout.copies
+    split = replace(deployment.layout, by_position=True)
+    hashed = size if deployment.hash_size else 0
+    return replace(deployment, layout=split, block_size=size, hash_size=hashed)
+
+
+def _ways_of(deployment: Deployment) -> set[tuple[int, ...]]:
+    """Of each width, how many devices cache the same, in layers of any shape."""
+    layouts = [deployment.layout.of_width(width) for width in deployment.by_width]
+    return {tuple({shape.copies for shape in layout.shapes}) for layout in layouts}
 
 
 def on_one_stripe(deployments: Sequence[Deployment]) -> list[Deployment]:
@@ -83,12 +92,15 @@ def _is_needed(
         return True
     if devices.has_kernels and config.compile.attention != "xla":
         return False
-    longest = (each.longest_in(each.memory(devices)) for each in (whole, split))
+    widest = (each.of_width(max(each.by_width)) for each in (whole, split))
+    longest = (each.longest_in(each.memory(devices)) for each in widest)
     return next(longest) < whole.max_model_len <= next(longest)
 
 
 def _check_blocks(config: EngineConfig, split: Deployment) -> None:
     given = config.model.max_model_len
+    if split.widths:  # the widest groups have to
+        split = split.of_width(split.widest)
     capacity = split.longest_sequence(split.num_blocks - 1) if split.num_blocks else None
     if given is None or capacity is None or capacity >= given:
         return

@@ -1,11 +1,11 @@
 """What it takes to move running sequences between groups of different widths. No JAX.
 
-Of `k` narrow groups that are bound, a device gives away all its tokens but the part of the heads
-that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size, turns of one loop on
-the devices: `blocks_per_call` wide blocks of each narrow group, one all-to-all whose result on a
-device is k of these. All devices send at once, so a move takes as long as its fullest narrow group;
-gather and scatter read and write the same bytes in the device's memory, twice each with what is in
-between.
+Of `k` narrow groups that are bound, a device gives away all its tokens but the part of the heads,
+or of the positions, that it keeps: (k - 1) / k of its bytes. They travel in calls of equal size,
+turns of one loop on the devices: `blocks_per_call` wide blocks of each narrow group, one all-to-all
+whose result on a device is k of these. All devices send at once, so a move takes as long as its
+fullest narrow group; gather and scatter read and write the same bytes in the device's memory, twice
+each with what is in between.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from shiftjax.arch.formats import Formats
 from shiftjax.costs.collectives import Collective
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import Machine
-from shiftjax.costs.memory import kv_token_bytes
+from shiftjax.costs.memory import block_token_bytes
 from shiftjax.parallel.layout import Layout
 
 MOST_CALLS = 64  # that are dispatched together, as turns of one loop
@@ -41,7 +41,8 @@ class MoveCosts(NamedTuple):
     @property
     def block_bytes(self) -> int:
         """Bytes of a block on one device, in every width."""
-        return self.block_size * kv_token_bytes(self.layout, self.formats)
+        own_tokens = self.block_size // self.layout.position_ways
+        return own_tokens * block_token_bytes(self.layout, self.formats)
 
     def blocks_per_call(self, ways: int) -> int:
         """Wide blocks of each of `ways` narrow groups that one call moves."""
@@ -68,7 +69,7 @@ class MoveCosts(NamedTuple):
 
         `num_tokens` are those of one of its units. In calls that are full, but for the last.
         """
-        num_bytes = num_tokens * kv_token_bytes(self.layout, self.formats)
+        num_bytes = num_tokens * self.block_bytes / self.block_size
         return -(-num_bytes // self.call_bytes(ways)) * self.call_seconds(ways)
 
     @property

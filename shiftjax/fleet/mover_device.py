@@ -6,6 +6,12 @@ all-to-all for all layers and entries that look alike (`CacheSpec.alike`), in pl
 which are donated. In the order of places of the wide group these devices are neighbours
 (`parallel/grid.py`).
 
+Where there are no more rows to split they keep copies; or they split positions, and blocks go to
+each in turn, whole ones: to the t-th of `turns` those whose number is t with its digits reversed
+(`parallel/positions.py`). With two rows and four devices that exchange, narrow blocks 0 to 3:
+
+    device 0: row 0 of 0, 1    device 1: row 0 of 2, 3    device 2: row 1 of 0, 1    device 3: ...
+
 Bytes that a device sends in a call: `per_call` blocks, less the part that it keeps, 1 / ways.
 Blocks are numbers in an int32 vector, padded with the null block, so any sequences of all groups
 travel together, and nothing is compiled for them.
@@ -45,6 +51,7 @@ from shiftjax.fleet.handover import Copy, Crossing, Pair, calls
 from shiftjax.fleet.move_costs import MOST_CALLS, blocks_per_call
 from shiftjax.parallel.grid import Device, Group
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import reversed_digits
 
 logger = logging.getLogger(__name__)
 Options = Mapping[str, str]  # of the compiler
@@ -56,20 +63,38 @@ class Shapes(NamedTuple):
 
     narrow: tuple[LayerCache, ...]
     wide: tuple[LayerCache, ...]
-    narrow_tokens: int
+    narrow_tokens: int  # that a device has of a block
     wide_tokens: int
     ways: int  # devices that exchange, narrow groups in the wide one
+    turns: int  # of these, devices that split the positions of a narrow one; 1: they do not
 
     @classmethod
     def of(cls, narrow: Layout, wide: Layout, narrow_tokens: int) -> "Shapes":
         """From the layouts and the tokens of a narrow block."""
-        tokens = narrow_tokens, wide.block_tokens(narrow_tokens, narrow)
-        return cls(narrow.caches, wide.caches, *tokens, wide.sp // narrow.sp)
+        ways, tokens = wide.sp // narrow.sp, wide.block_tokens(narrow_tokens, narrow)
+        own = narrow_tokens // narrow.position_ways, tokens // wide.position_ways
+        turns = wide.position_ways // narrow.position_ways
+        return cls(narrow.caches, wide.caches, *own, ways, turns)
+
+    @property
+    def parts(self) -> int:
+        """Devices that split the rows of a narrow one; narrow blocks in a run of a wide one."""
+        return self.wide_tokens // self.narrow_tokens
 
     @property
     def blocks(self) -> int:
         """Narrow blocks that hold the tokens of a wide one."""
-        return self.wide_tokens // self.narrow_tokens
+        return self.turns * self.parts
+
+    @property
+    def copies(self) -> int:
+        """Devices that keep the same of a wide block."""
+        return self.ways // self.blocks
+
+    @property
+    def order(self) -> np.ndarray:
+        """By turn, which of the runs of narrow blocks a device gets; and by run, whose turn."""
+        return np.array([reversed_digits(turn, self.turns) for turn in range(self.turns)])
 
     def exchanged(
         self,
@@ -106,12 +131,16 @@ def widen(
     me, (ways, per_call) = jax.lax.axis_index("exchange"), targets.shape
 
     def exchange(own: Array, narrow: Entry, wide: Entry) -> Array:
-        num, parts = len(own), narrow.rows // wide.rows
-        shape = num, per_call, shapes.blocks, narrow.rows, shapes.narrow_tokens, narrow.width
-        # [arrays, per_call, blocks, rows, tokens, width]: rows first, and blocks next to tokens
-        split = own.reshape(shape).transpose(3, 0, 1, 2, 4, 5)
-        split = split.reshape(parts, wide.rows, num, per_call, shapes.wide_tokens, wide.width)
-        split = jnp.repeat(split, ways // parts, axis=0)  # each part for those that have it
+        num, parts, turns = len(own), shapes.parts, shapes.turns
+        shape = num, per_call, turns, parts, narrow.rows, shapes.narrow_tokens, narrow.width
+        # Rows first, then whose turn it is, and blocks of a run next to tokens.
+        split = own.reshape(shape).transpose(4, 2, 0, 1, 3, 5, 6)
+        size = num, per_call, shapes.wide_tokens, wide.width
+        split = split.reshape(parts, wide.rows, turns, *size).swapaxes(1, 2)
+        if turns > 1:
+            split = split[:, shapes.order]
+        split = split.reshape(parts * turns, wide.rows, *size)
+        split = jnp.repeat(split, shapes.copies, axis=0)  # each part for those that have it
         got = jax.lax.all_to_all(split, "exchange", 0, 0)  # of every group its per_call
         return got.transpose(2, 0, 3, 1, 4, 5).reshape(num, ways * per_call, -1)
 
@@ -130,11 +159,14 @@ def narrow(
     me, (ways, per_call) = jax.lax.axis_index("exchange"), sources.shape
 
     def exchange(own: Array, narrow: Entry, wide: Entry) -> Array:
-        num, parts = len(own), narrow.rows // wide.rows
+        num, parts, turns = len(own), shapes.parts, shapes.turns
         own = own.reshape(num, ways, per_call, wide.rows, shapes.wide_tokens, wide.width)
         got = jax.lax.all_to_all(own.transpose(1, 3, 0, 2, 4, 5), "exchange", 0, 0)
-        shape = narrow.rows, num, per_call, shapes.blocks, shapes.narrow_tokens, narrow.width
-        got = got[:: ways // parts].reshape(shape).transpose(1, 2, 3, 0, 4, 5)
+        size = num, per_call, parts, shapes.narrow_tokens, narrow.width
+        got = got[:: shapes.copies].reshape(parts, turns, wide.rows, *size)
+        if turns > 1:
+            got = got[:, shapes.order]
+        got = got.swapaxes(1, 2).reshape(narrow.rows, turns, *size).transpose(2, 3, 1, 4, 0, 5, 6)
         return got.reshape(num, per_call * shapes.blocks, -1)
 
     made = shapes.exchanged(read_blocks(pools, shapes.narrow, sources), len(pools), exchange)
@@ -173,10 +205,10 @@ def compile_exchange(
     options: Options = NO_OPTIONS,
 ) -> Exchange:
     """Compile the exchange between a wide group, by its mesh, and groups of another layout."""
-    shapes = Shapes.of(narrow_layout, wide_layout, narrow_pool.block_size)
-    pools = abstract_pools(
-        mesh, wide_layout, narrow_pool.num_blocks, shapes.wide_tokens, narrow_pool.dtype
-    )
+    size = narrow_pool.block_size
+    shapes = Shapes.of(narrow_layout, wide_layout, size)
+    sizes = narrow_pool.num_blocks, wide_layout.block_tokens(size, narrow_layout)
+    pools = abstract_pools(mesh, wide_layout, *sizes, narrow_pool.dtype)
     per_call = blocks_per_call(narrow_pool.num_blocks, shapes.ways)
     exchange, spec = exchange_mesh(mesh, shapes.ways), exchange_spec()
 

@@ -66,8 +66,9 @@ def _sets_of(layout: Layout, block_size: int) -> list[_Set]:
             entry = cache.spec.entries[alike[0]]
             held = []
             for device in range(layout.num_devices):
-                run, numbers = device % positions.ways, own.cached_rows(entry, device)
-                held.append(Rows(tuple(Row(each, run) for each in numbers), positions))
+                run = positions.run(device % positions.ways)
+                rows = tuple(Row(each, run) for each in own.cached_rows(entry, device))
+                held.append(Rows(rows, positions))
             sets.append(_Set(Alike(cache.heads, alike), layers, held, entry.rows))
     return sets
 

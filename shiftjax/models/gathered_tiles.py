@@ -43,8 +43,9 @@ class Rounds(NamedTuple):
 
     def page_of(self, nth: jax.Array) -> jax.Array:
         """Return where in the pool of pages the nth run of tokens is that a device has."""
-        ways = jnp.int32(self.neighbours.positions.ways)
-        return lax.rem(nth, ways) * self.blocks + lax.div(nth, ways)
+        positions = self.neighbours.positions
+        ways = jnp.int32(positions.ways)
+        return positions.place(lax.rem(nth, ways)) * self.blocks + lax.div(nth, ways)
 
 
 def rounds_of(block_tables: Int32[Array, "seqs blocks_per_seq"], options: LoopOptions) -> Rounds:

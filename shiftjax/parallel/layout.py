@@ -200,7 +200,8 @@ class Layout:
         ways = self.position_ways
         if block_size % ways:
             raise ValueError(f"{ways} devices cannot split blocks of {block_size} tokens.")
-        return Positions(ways, block_size // ways) if ways > 1 else None
+        splits = ways // self.of_width(1).position_ways if self.widest else 1
+        return Positions(ways, block_size // ways, splits) if ways > 1 else None
 
     @property
     def intermediate_size(self) -> int:
@@ -265,10 +266,13 @@ class Layout:
         """Tokens of a KV block of this group, if one `of` another, or of a unit, has `block_size`.
 
         What is constant between groups that share their pools is the bytes of a block on a device;
-        with more devices, each has fewer rows of more tokens, until it has one row. Layers with
-        other heads must come to the same: `deploy/resolve.py` refuses widths where they do not.
+        with more devices, each has fewer rows of more tokens, until it has one row. Then blocks
+        stay as they are, or devices split their tokens. Layers with other heads must come to the
+        same: `deploy/resolve.py` refuses widths where they do not.
         """
-        return block_size * (of or self.of_width(1)).cache.numbers // self.cache.numbers
+        other = of or self.of_width(1)
+        tokens = block_size * other.cache.numbers * self.position_ways
+        return tokens // (self.cache.numbers * other.position_ways)
 
     def kv_heads_of(self, device: int) -> list[int]:
         """Return the KV heads that flat device `j = t * SP + s` caches."""

@@ -16,7 +16,9 @@ def positions_in_words(target: Target, best: Deployment, workload: Workload) -> 
     whole = best
     if best.layout.by_position:
         size = best.block_size // best.layout.position_ways
-        whole = replace(best, layout=replace(best.layout, by_position=False), block_size=size)
+        hashed = size if best.hash_size else 0
+        layout = replace(best.layout, by_position=False)
+        whole = replace(best, layout=layout, block_size=size, hash_size=hashed)
     split = split_of(whole)
     if split is None:
         return ""

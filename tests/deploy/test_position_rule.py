@@ -68,6 +68,48 @@ def test_latents_split_on_gpus_too(given, splits):
     assert resolved(PRESETS["deepseek-v2-lite"], gpus, **given).layout.by_position is splits
 
 
+FLEET = {"sp": None, "fleet": True, "kv_split": "position"}
+
+
+@pytest.mark.parametrize(
+    ("tp", "sizes", "ways"),
+    [
+        (1, {1: 16, 2: 32, 4: 64, 8: 128}, {1: 1, 2: 1, 4: 2, 8: 4}),
+        (4, {1: 32, 2: 64}, {1: 2, 2: 4}),  # a unit's devices have copies, too
+    ],
+)
+def test_blocks_of_a_fleet_hold_more_tokens_in_every_wider_group(tp, sizes, ways):
+    """Copies' stop growing where heads are split; on a device all have as many bytes."""
+    whole, split = (
+        resolved(tp=tp, **(FLEET | {"kv_split": by})) for by in ("replicate", "position")
+    )
+    groups = split.by_width
+    assert {width: each.block_size for width, each in groups.items()} == sizes
+    assert {width: each.layout.position_ways for width, each in groups.items()} == ways
+    assert {each.block_bytes for each in groups.values()} == {whole.block_bytes}
+    assert {each.host_block_bytes // width for width, each in groups.items()} == {
+        whole.block_bytes * tp
+    }
+    assert {each.hash_size for each in groups.values()} == {min(sizes.values())}
+    widest = split.of_width(max(sizes)), whole.of_width(max(sizes))
+    tokens = [each.memory(CPUS).num_kv_tokens for each in widest]
+    assert tokens[0] >= max(ways.values()) * tokens[1]
+    limits = [replace(each, num_blocks=100).limits.num_kv_tokens for each in (split, whole)]
+    assert limits == [99 * each.block_size for each in widest]
+
+
+def test_a_fleet_of_latents_splits_them():
+    fleet = resolved(PRESETS["deepseek-v2-lite"], **FLEET | {"tp": 1, "kv_split": "auto"})
+    assert [each.layout.position_ways for each in fleet.by_width.values()] == [1, 2, 4, 8]
+
+
+def test_the_widest_group_of_a_fleet_has_to_hold_a_sequence():
+    sizes = {"tp": 1, "num_blocks": 11}
+    assert resolved(**FLEET, **sizes, max_model_len=1280).num_blocks == 11
+    with pytest.raises(ConfigError, match="num_blocks = 11 blocks of 128 tokens hold 1280 tokens"):
+        resolved(**FLEET, **sizes, max_model_len=1281)
+
+
 def test_who_has_no_copies_is_told_that_nothing_changes(caplog):
     assert not resolved(LLAMA, kv_split="position").layout.by_position
     assert "kv_split = position changes nothing" in caplog.text

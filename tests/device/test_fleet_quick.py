@@ -13,9 +13,13 @@ from shiftjax.parallel.arrangements import equal_groups
 
 
 @pytest.mark.costs(15)
-def test_a_request_that_moves_gets_the_tokens_of_one_that_stays():
-    directory, config, tensors = checkpoint(num_hidden_layers=1)
-    built = make(directory, None, 1, fleet=True, devices=2, token_buckets=[32])
+@pytest.mark.parametrize("kv_split", ["replicate", "position"])
+def test_a_request_that_moves_gets_the_tokens_of_one_that_stays(kv_split):
+    directory, config, tensors = checkpoint(num_hidden_layers=1, num_key_value_heads=1)
+    sizes = {"devices": 2, "token_buckets": [32], "kv_split": kv_split}
+    built = make(directory, None, 1, fleet=True, **sizes)
+    wide = built.deployment.of_width(2)
+    assert wide.block_size == 4 * (1 if kv_split == "replicate" else wide.layout.position_ways)
     engine, policy, counter = built.engine, Told(), CompileCounter()
     engine.topology.find(Fleet).policy = policy
     prompt, events = [(7 * i) % 190 + 3 for i in range(20)], list[Event]()

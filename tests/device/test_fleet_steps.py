@@ -47,6 +47,12 @@ SHAPES = {  # name: tensors, units and tp, widths
         1,
         (1, 4, 8),
     ),
+    "2-heads-split": (
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        8,
+        1,
+        (1, 2, 8),
+    ),
 }
 DRAFTING = "3-heads"  # the shape whose engine drafts, too
 
@@ -76,6 +82,7 @@ def built(shape) -> Built:
         preemption="swap",
         host_memory="8MB",
         shift_threshold=16,  # so the larger bucket is compiled in both modes
+        kv_split="position" if shape.endswith("split") else "replicate",
         **(drafts if shape == DRAFTING else {}),
     )
 

@@ -135,6 +135,7 @@ FEATURES = [
         SMALL
         | {"num_blocks": 20, "kv_split": "position", "preemption": "swap", "host_memory": "1m"},
     ),
+    ("positions, fleet", {"fleet": True, "tp": 1, "devices": 4, "kv_split": "position"}),
     ("positions, stages", {"sp": 2, "tp": 1, "pp": 2, "kv_split": "position"}),
     ("positions, replicas", {"dp": 2, "sp": 2, "tp": 2, "kv_split": "position"}),
     (

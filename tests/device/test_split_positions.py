@@ -12,6 +12,7 @@ from oracle import numpy_fp8, numpy_llama
 from spent import thorough
 
 from shiftjax.build import Built
+from shiftjax.core.cache_events import CacheFeed, Stored
 from shiftjax.core.request import SamplingParams
 from shiftjax.costs.memory import kv_token_bytes
 from shiftjax.device.programs import CompileCounter
@@ -71,6 +72,7 @@ def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks
     (runner,) = built.runners
     assert runner.step.layout.position_ways == ways and runner.step.block_size == 4 * ways
     counter, bytes_before = CompileCounter(), pool_bytes(built)
+    feed = CacheFeed([lane.scheduler.tables.device for lane in built.engine.lanes])
     counter.start()
     prompts = crowd(3)
     for seed in (0, 1):
@@ -83,6 +85,10 @@ def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks
     assert stats.num_preemptions["recompute"] > 0 and stats.num_prefix_hit_tokens > 0
     assert all(stats.steps_by_mode[mode.label] > 0 for mode in runner.step.layout.modes)
     assert counter.count == 0 and pool_bytes(built) == bytes_before
+    told = [event for batch in feed.take()[0] for event in batch.events]
+    stored = [event for event in told if isinstance(event, Stored)]
+    assert stored and {event.block_size for event in stored} == {4 * ways}  # stripes
+    assert all(len(event.token_ids) == 4 * ways * len(event.hashes) for event in stored)
 
 
 @pytest.mark.costs(8)

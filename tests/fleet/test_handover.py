@@ -65,7 +65,8 @@ def test_places_that_have_the_same_to_move_fill_their_calls(per_call):
 @pytest.mark.parametrize("num_blocks", [13, 40])  # 12 are usable, of which one unit needs all
 @pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("widths", [(1, 8), (8, 1)])
-def test_only_what_is_computed_is_moved(widths, num_steps, num_blocks):
+@pytest.mark.parametrize("num_kv_heads", [8, 1])  # of one, positions are split
+def test_only_what_is_computed_is_moved(num_kv_heads, widths, num_steps, num_blocks):
     """A prompt of 21 tokens in chunks of 8, then decodes: 16 tokens fill a block of 8 units.
 
     Of a block that is filled in part so many narrow blocks cross as hold something; so it does in
@@ -73,8 +74,9 @@ def test_only_what_is_computed_is_moved(widths, num_steps, num_blocks):
     """
     before, after = (equal_groups(8, width) for width in widths)
     budgets = {"max_num_batched_tokens": 8, "watermark": 0.0, "overlap": False}
+    heads = {"num_kv_heads": num_kv_heads, "by_position": num_kv_heads == 1}
     engine = make_fleet(
-        num_kv_heads=8, num_blocks=num_blocks, arrangement=before, max_model_len=25, **budgets
+        num_blocks=num_blocks, arrangement=before, max_model_len=25, **heads, **budgets
     )
     prompt = [n % 13 for n in range(21 if num_steps < 5 else 14)]
     request = make_request("a", prompt, max_tokens=25 - len(prompt), ignore_eos=True)

@@ -6,6 +6,7 @@ import pytest
 from machine_kit import FLOAT32, PLAIN, TINY
 
 from shiftjax.costs.machine import Transfer
+from shiftjax.fleet.handover import calls
 from shiftjax.fleet.move_costs import MoveCosts, blocks_per_call
 from shiftjax.parallel.layout import Layout
 
@@ -29,3 +30,19 @@ def test_tokens_move_in_calls_of_equal_size():
     for num_tokens, num_calls in ((0, 0), (1, 1), (16, 1), (17, 2), (32, 2)):
         assert moves.seconds(num_tokens, 2) == pytest.approx(num_calls * call)
     assert moves.copy_seconds(3) == pytest.approx(4 * 3 * moves.block_bytes / 1000.0)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("wide", [2, 4, 8])
+def test_split_positions_move_the_bytes_of_the_tokens_in_full_calls(num_kv_heads, wide):
+    """However few heads there are: each device gets its part of every wide block, and no copies."""
+    model = replace(TINY, num_heads=8, num_kv_heads=num_kv_heads)
+    layout = Layout(model, 1, 1, 8, by_position=True)
+    moves = MoveCosts(layout, FLOAT32, PLAIN, block_size=4, num_blocks=4096)
+    size, num_tokens = layout.of_width(wide).block_tokens(4, layout), 4096
+    assert size == 4 * wide  # tokens of a wide block
+    pairs = [(0, (1,) * wide, block) for block in range(num_tokens // size)]
+    made = calls(pairs, wide, moves.blocks_per_call(wide))
+    assert moves.seconds(num_tokens, wide) == pytest.approx(len(made) * moves.call_seconds(wide))
+    received = len(made) * moves.call_bytes(wide) // wide  # of one of the narrow groups
+    assert received == num_tokens * moves.block_bytes // 4 // wide

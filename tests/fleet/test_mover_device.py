@@ -34,6 +34,10 @@ SHAPES = {  # KV heads, units and tp, widths, the part of a pool that a call mov
     # 8 devices: in a group of 4 units two keep each head; several blocks in a call
     "4-heads-tp2": (4, 4, 2, (1, 2, 4), 1 / 10, 1),
     "3-heads": (3, 8, 1, (1, 2, 8), 1 / 256, 2),  # padded; a block in a call; two layers and one
+    # The same where devices split positions; those of a unit, too; heads, and then positions.
+    "4-heads-tp2-split": (4, 4, 2, (1, 2, 4), 1 / 10, 1, True),
+    "1-head-tp2-split": (1, 4, 2, (1, 2, 4), 1 / 10, 1, True),
+    "2-heads-split": (2, 8, 1, (1, 2, 8), 1 / 256, 2, True),
 }
 
 
@@ -48,12 +52,20 @@ class Moved(NamedTuple):
 
 @cache
 def make_fleet(
-    num_kv_heads: int, units: int, tp: int, widths: tuple[int, ...], share: float, num_pools: int
+    num_kv_heads: int,
+    units: int,
+    tp: int,
+    widths: tuple[int, ...],
+    share: float,
+    num_pools: int,
+    by_position: bool = False,
 ) -> Moved:
-    heads = {"num_heads": 2 * num_kv_heads, "num_kv_heads": num_kv_heads}
+    num_heads = 8 if by_position else 2 * num_kv_heads
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     config = replace(PRESETS["tiny"], num_layers=3, **heads)
     grid, devices = Grid(tp, units), jax.devices()
-    layouts = {width: Layout(config, width, tp, units) for width in widths}
+    own = {"widest": units, "by_position": by_position}
+    layouts = {width: Layout(config, width, tp, **own) for width in widths}
     models = {width: define(layout, formats_of("float32")) for width, layout in layouts.items()}
     mesh = joined_mesh([group_mesh(devices, grid, unit) for unit in grid.groups(1)])
     stored = load(models[1], layouts[1], mesh, RandomSource(config, 0), silent)

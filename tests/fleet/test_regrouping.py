@@ -65,13 +65,17 @@ def play(
     num_blocks=st.sampled_from([26, 40, 120]),
     overlap=st.booleans(),
     prefix_caching=st.booleans(),
-    aborts=st.booleans(),
+    by_position=st.booleans(),
 )
-def test_nobody_notices_a_move(seed, num_kv_heads, num_blocks, overlap, prefix_caching, aborts):
+def test_nobody_notices_a_move(
+    seed, num_kv_heads, num_blocks, overlap, prefix_caching, by_position
+):
     rng = random.Random(seed)
+    aborts = rng.random() < 0.5
     engine = make_fleet(
         num_kv_heads=num_kv_heads,
         num_blocks=num_blocks,
+        by_position=by_position,
         overlap=overlap,
         prefix_caching=prefix_caching,
     )
@@ -117,6 +121,7 @@ def test_nobody_notices_what_is_tight(seed, preemption, quality, switch, fault):
     rng = random.Random(seed)
     engine = make_fleet(
         num_kv_heads=rng.choice([1, 2, 4, 8]),
+        by_position=rng.random() < 0.5,
         num_blocks=rng.choice([13, 26]),
         max_num_seqs=rng.choice([2, 4]),
         max_num_batched_tokens=rng.choice([8, 16]),

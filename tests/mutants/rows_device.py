@@ -259,7 +259,7 @@ MOVER_ROWS = (
     ),
     Mutant(
         "copies of heads are taken for other heads", "mover", MOVER,
-        "got[:: ways // parts]", "got[:parts]",
+        "got[:: shapes.copies]", "got[: shapes.blocks]",
         (TEST_MOVER,), "a narrow group gets one head several times",
     ),
     Mutant(
@@ -416,7 +416,7 @@ TIER_ROWS = (
     Mutant(
         "every neighbour has the first run of a block", "host tier",
         "shiftjax/host_tier/copies_device.py",
-        "run, numbers = device % positions.ways,", "run, numbers = 0,",
+        "positions.run(device % positions.ways)", "positions.run(0)",
         ("tests/host_tier/test_store_device.py",), "a restored prefix has positions of others",
     ),
     Mutant(

@@ -7,6 +7,7 @@ NEIGHBOURS = "shiftjax/models/neighbours.py"
 ATTENTION = "shiftjax/models/attention.py"
 GATHERED = "shiftjax/models/gathered_tiles.py"
 WORK = "shiftjax/models/attention_work.py"
+MOVER = "shiftjax/fleet/mover_device.py"
 RULE = "shiftjax/deploy/position_rule.py"
 COLLECTIVES = "shiftjax/costs/collectives.py"
 
@@ -16,13 +17,15 @@ TEST_ATTENTION = "tests/models/test_split_attention.py"
 TEST_GATHERED = "tests/models/test_gathered_tiles.py"
 TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_RULE = "tests/deploy/test_position_rule.py"
+TEST_MOVER = "tests/fleet/test_mover_device.py"
+IN_FLEETS = "tests/device/test_fleet_steps.py"
 
 # fmt: off
 ROWS = (
     Mutant(
         "a place counts what its neighbour has", "positions", POSITIONS,
-        "rest = num % self.stripe - place * self.block",
-        "rest = num % self.stripe - (place + 1) * self.block",
+        "rest = num % self.stripe - self.run(place) * self.block",
+        "rest = num % self.stripe - (self.run(place) + 1) * self.block",
         (TEST_POSITIONS,), "tokens are written to the slots of others",
     ),
     Mutant(
@@ -93,7 +96,34 @@ ROWS = (
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
-        "size = deployment.block_size * layout.copies", "size = deployment.block_size",
+        "size = deployment.block_size * deployment.layout.copies", "size = deployment.block_size",
         (TEST_RULE, ON_DEVICES), "the pool is smaller than memory allows",
+    ),
+    Mutant(
+        "runs of a fleet's stripes are counted by place", "positions", POSITIONS,
+        "return place // self.splits + self._of_unit * reversed_digits(place, self.splits)",
+        "return place",
+        (TEST_POSITIONS, TEST_MOVER), "groups would have to exchange parts of blocks",
+    ),
+    Mutant(
+        "chunks are gathered in the order of places", "positions", NEIGHBOURS,
+        "if self.positions.splits > 1:", "if self.positions.splits > 99:",
+        (IN_FLEETS,), "prompts of wide groups see keys of other positions",
+    ),
+    Mutant(
+        "wide groups take narrow blocks in the order of places", "positions", MOVER,
+        "split = split[:, shapes.order]", "split = split[:, np.sort(shapes.order)]",
+        (TEST_MOVER,), "a request that moves attends to keys of other positions",
+    ),
+    Mutant(
+        "narrow groups take wide blocks in the order of places", "positions", MOVER,
+        "got = got[:, shapes.order]", "got = got[:, np.sort(shapes.order)]",
+        (TEST_MOVER,), "a request that moves attends to keys of other positions",
+    ),
+    Mutant(
+        "phases have blocks of their own", "positions", RULE,
+        "math.lcm(*(each.block_size for each in deployments))",
+        "max(each.block_size for each in deployments)",
+        ("tests/phases/test_configurations.py",), "a block cannot be split by all",
     ),
 )

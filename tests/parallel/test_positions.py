@@ -1,5 +1,8 @@
 """Every position has one owner, and what a device has of a sequence has no holes."""
 
+import itertools
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +12,16 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
-SPLITS = st.builds(Positions, st.integers(1, 16), st.sampled_from([1, 2, 3, 4, 8, 16]))
+
+@st.composite
+def splits(draw: st.DrawFn) -> Positions:
+    """Of a group alone, or of one of a fleet."""
+    block, alone = draw(st.sampled_from([1, 2, 3, 4, 8, 16])), draw(st.booleans())
+    times = 1 if alone else 2 ** draw(st.integers(0, 4))
+    return Positions(draw(st.integers(1, 16 // times)) * times, block, times)
+
+
+SPLITS = splits()
 MANY = settings(max_examples=200, deadline=None)
 
 
@@ -20,8 +32,10 @@ def test_every_position_is_counted_at_one_place(split, num):
     counts = [int(split.count(num, place)) for place in range(split.ways)]
     assert counts == [int((owners == place).sum()) for place in range(split.ways)]
     assert sum(counts) == num
-    assert counts == sorted(counts, reverse=True)  # place 0 has most,
-    assert counts[0] - counts[-1] <= split.block  # and no place much more than another
+    by_run = [counts[split.place(run)] for run in range(split.ways)]
+    assert by_run == sorted(counts, reverse=True) and by_run[0] == counts[0]  # place 0 has most,
+    assert counts[0] - min(counts) <= split.block  # and no place much more than another
+    assert [split.run(split.place(run)) for run in range(split.ways)] == list(range(split.ways))
 
 
 @MANY
@@ -56,6 +70,39 @@ def test_what_lies_between_two_positions_lies_between_two_counts(split, low, hig
     for place in range(split.ways):
         own = split.count(high, place) - split.count(low, place)
         assert own == (owners == place).sum()
+
+
+def held(layout: Layout, tokens: int, unit_block: int) -> list[list[frozenset]]:
+    """Of each place its blocks of a sequence, each as (token, head)."""
+    size = layout.block_tokens(unit_block)
+    positions = layout.positions(size) or Positions(1, size)
+    owners, found = positions.owner(np.arange(tokens)), []
+    for place in range(layout.num_devices):
+        mine, heads = np.flatnonzero(owners == place % positions.ways), layout.kv_heads_of(place)
+        blocks = np.split(mine, len(mine) // positions.block)
+        found.append([frozenset((t, h) for t in block for h in heads) for block in blocks])
+    return found
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("widths", [(1, 2, 4, 8), (2, 8), (1, 4)])
+def test_groups_of_a_fleet_move_whole_blocks_among_few_devices(tp, num_kv_heads, widths):
+    """A narrow place's are those of the wide places that it becomes, and each gets whole ones."""
+    heads = {"num_heads": 32, "num_kv_heads": num_kv_heads}
+    model, unit = replace(PRESETS["tiny"], **heads), 4 * max(1, tp // num_kv_heads)
+    layouts = [Layout(model, w, tp, widths[-1], by_position=True) for w in widths]
+    tokens = 3 * max(layout.block_tokens(unit) for layout in layouts)
+    places = [held(layout, tokens, unit) for layout in layouts]
+    for (few, thin), (many, thick) in itertools.combinations(zip(layouts, places, strict=True), 2):
+        ways, own = many.sp // few.sp, few.kv_heads_per_device == many.kv_heads_per_device
+        for place, blocks in enumerate(thin):
+            mine = thick[place * ways : place * ways + ways]
+            assert frozenset().union(*blocks) == frozenset().union(*itertools.chain(*mine))
+            assert sum(map(len, blocks)) == sum(map(len, itertools.chain(*mine)))  # and no copies
+            if own:
+                assert set(blocks) == set(itertools.chain(*mine))
+            assert len({len(each) for each in itertools.chain(blocks, *mine)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -34,16 +34,19 @@ def test_each_phase_is_a_deployment_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("phases", "ways", "size"), [("pp8:tp8", (1, 2), 32), ("pp2sp3:sp6", (1, 2), 32)]
+    ("phases", "ways", "size"),
+    [("pp8:tp8", (1, 2), 32), ("pp2sp3:sp6", (1, 2), 32), ("pp3tp4:pp2tp6", (2, 3), 96)],
 )
 def test_phases_have_one_stripe_that_both_can_split(phases, ways, size):
     """And as many bytes of blocks on a device, but for a part of a block."""
-    model = replace(MODEL, num_kv_heads=3, num_heads=12) if "6" in phases else MODEL
+    num_kv_heads = {"pp2sp3:sp6": 3, "pp3tp4:pp2tp6": 2}.get(phases, 4)
+    model = replace(MODEL, num_kv_heads=num_kv_heads, num_heads=12)
     config = EngineConfig.from_options(phases=phases, num_blocks=241, kv_split="position")
-    found = list(resolve_phases(config, model, DEVICES, host_bytes=4 * GIB).values())
+    devices = DEVICES._replace(num_devices=12)
+    found = list(resolve_phases(config, model, devices, host_bytes=4 * GIB).values())
     assert tuple(each.layout.position_ways for each in found) == ways
     assert [each.block_size for each in found] == [size] * 2
-    assert [each.num_blocks for each in found] == [240 // (size // 16 // n) + 1 for n in ways]
+    assert [each.num_blocks for each in found] == [240 * 16 * n // size + 1 for n in ways]
 
 
 def test_phases_whose_pools_hold_no_sequence_are_refused():
