@@ -1,6 +1,6 @@
 """One engine over two processes of this machine, compared with one process of as many devices.
 
-    python scripts/bench.py two_hosts [--devices 4] [--experts] [--split] [--quick]
+    python scripts/bench.py two_hosts [--devices 4] [--experts] [--latents] [--split] [--quick]
 
 Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
 second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
@@ -8,7 +8,8 @@ modes: seeded and greedy ones with shared beginnings, drafts and tables, in too 
 all, and one that is given up. Then four sequences decode, for the time of a step; processes share
 the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
 takes for 1, 64 and 256 sequences of 512 blocks. With `--experts` the model has some, and both count
-which ones tokens choose. With `--split` devices of both hosts split positions of KV.
+which ones tokens choose; with `--latents` it caches these (MLA), too. With `--split` devices of
+both hosts split positions of KV.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from shiftjax.hosts.calls import NOBODY, Recent, Step
 _FAMILY = {"architecture": "llama", "vocab_size": 200, "max_position_embeddings": 256}
 MODEL = preset("two hosts", _FAMILY, 64, 96, 2, 9, 3, 16)
 EXPERTS = replace(PRESETS["tiny-qwen2-moe"], vocab_size=200)
+LATENTS = replace(PRESETS["tiny-deepseek-v3"], vocab_size=200)
 SIZES: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "token_buckets": (32,)}
 SIZES |= {"num_blocks": 26, "max_num_seqs": 4, "max_num_batched_tokens": 32}  # too few for all
 SETTINGS = SIZES | {"dtype": "float32", "cache_dir": "none", "speculation": "ngram", "tp": 2}
@@ -44,6 +46,7 @@ OPTIONS = {
     "--devices": (4, "of each process"),
     "--tokens": (100, "of the sequences that are timed"),
     "--experts": (False, "a model of experts"),
+    "--latents": (False, "a model with latent attention, and experts"),
     "--split": (False, "devices of the pair split positions of KV"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
@@ -153,13 +156,13 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
     options = SETTINGS | {"sp": args.devices, "devices": 2 * args.devices}
     rank, address = ROLES.index(role) - 1, f"127.0.0.1:{port}"
     if args.split:  # blocks of as many tokens, in too few again
-        options |= {"kv_split": "position", "block_size": 2}
+        options |= {"kv_split": "position", "block_size": 1 if args.latents else 2}
     if role != "alone":
         options |= {"hosts": 2, "host_rank": rank, "coordinator": address}
         options |= {"host_secret_file": "unused"}
     if args.quick:
         COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"
-    model = EXPERTS if args.experts else MODEL
+    model = LATENTS if args.latents else EXPERTS if args.experts else MODEL
     config, source = EngineConfig.from_options(**options), RandomSource(model)
     counts_device.EVERY = 1  # so that all count the same steps
     make_virtual_devices(config)

@@ -85,6 +85,7 @@ class Case(NamedTuple):
     model: ModelConfig | None = None  # in the place of Llama-70B: a stage of it, say
     experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
     sums: str = "xla"  # or multimem; "one shot": that of models whose streams devices keep whole
+    by_position: bool = False  # devices split positions of KV
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
 
     @property
@@ -107,14 +108,16 @@ class Case(NamedTuple):
             early = self.num_layers - self.late_layers
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
         layout = Layout(config, self.sp, self.tp, self.units, self.strategy == "gather")
-        return replace(layout, experts_sp=self.experts_sp, experts_as=self.experts_sp)
+        own = {"experts_as": self.experts_sp, "by_position": self.by_position}
+        return replace(layout, experts_sp=self.experts_sp, **own)
 
     @property
     def pool(self) -> PoolOptions:
         """The pools: in a fleet of blocks that hold as many bytes in every group."""
         layout = self.layout
         size = layout.block_tokens(BLOCK_SIZE) if self.units else BLOCK_SIZE
-        blocks = NUM_TOKENS_AND_HEADS // (layout.kv_heads_per_device * size)
+        own_tokens = size // layout.position_ways
+        blocks = NUM_TOKENS_AND_HEADS // (layout.kv_heads_per_device * own_tokens)
         return PoolOptions(blocks, size, LONGEST // size, self.kv_dtype)
 
     @property

@@ -6,6 +6,7 @@ program, which is one launch by the host.
 """
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import aot
@@ -26,7 +27,14 @@ from shiftjax.parallel.grid import Grid, Group, Mode
 aot.require()
 pytestmark = pytest.mark.thorough
 
-from steps import BLOCK_SIZE, FLEETS, Case, chip_devices, device_bytes  # noqa: E402
+from steps import (  # noqa: E402
+    BLOCK_SIZE,
+    FLEETS,
+    Case,
+    chip_devices,
+    device_bytes,
+    llama_70b,
+)
 
 POOL_SHARE = 256  # of a pool a call moves one part
 FREE = ("parameter", "tuple", "get-tuple-element", "bitcast")
@@ -40,9 +48,12 @@ class Pair(NamedTuple):
     tp: int
     narrow: int
     wide: int
+    splits: bool = False  # positions of 2 KV heads
 
     def case(self, width: int) -> Case:
-        return Case(width, self.tp, Mode(width, 1), units=self.units)
+        model = replace(llama_70b(2), num_kv_heads=2) if self.splits else None
+        own = {"units": self.units, "model": model, "by_position": self.splits}
+        return Case(width, self.tp, Mode(width, 1), **own)
 
     def mesh(self, devices: list) -> jax.sharding.Mesh:
         """Of the wide group; the last one of its width: no layout may depend on which it is."""
@@ -55,6 +66,7 @@ PAIRS = [
     for fleet in FLEETS
     for widths in itertools.combinations(possible_widths(fleet[0]), 2)
 ]
+PAIRS += [Pair(8, 1, *widths, splits=True) for widths in ((1, 8), (2, 8), (1, 2))]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +89,9 @@ def assert_in_place(step: jax.stages.Compiled, mesh: jax.sharding.Mesh, case: Ca
     assert sum(one.opcode == "while" for one in entry(text)) == 1
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="{0.units}x{0.tp}-{0.narrow}-{0.wide}".format)
+@pytest.mark.parametrize(
+    "pair", PAIRS, ids="{0.units}x{0.tp}-{0.narrow}-{0.wide}-{0.splits}".format
+)
 def test_blocks_are_exchanged_in_place_by_one_all_to_all_of_their_bytes(pair, devices):
     """In both directions: a device gets its part of every group, and nothing more."""
     narrow, wide, mesh = pair.case(pair.narrow), pair.case(pair.wide), pair.mesh(devices)

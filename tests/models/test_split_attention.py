@@ -1,5 +1,6 @@
 """Attention of devices that split positions, against the definition; foreign slots hold NaN."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -51,7 +52,7 @@ def pools_by_device(case: Case) -> list[jax.Array]:
             [
                 pool[:, place // SPLIT.ways, None, first : first + SPLIT.block]
                 for place in range(DEVICES)
-                for first in [place % SPLIT.ways * SPLIT.block]
+                for first in [SPLIT.run(place % SPLIT.ways) * SPLIT.block]
             ]
         )
         for pool in case.pool
@@ -114,6 +115,12 @@ def case_of(name: str, **more) -> Case:
 )
 def test_equals_the_definition(name):
     check(case_of(name))
+
+
+@pytest.mark.parametrize("splits", [4, *thorough(2)])
+def test_runs_in_the_order_of_a_fleet_s_places(splits, monkeypatch):
+    monkeypatch.setitem(globals(), "SPLIT", replace(SPLIT, splits=splits))
+    check(case_of("decodes and prompts"))
 
 
 @pytest.mark.parametrize("window", [7, *thorough(1, 40, Chunk(24))])

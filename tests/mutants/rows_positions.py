@@ -108,7 +108,7 @@ ROWS = (
     Mutant(
         "chunks are gathered in the order of places", "positions", NEIGHBOURS,
         "if self.positions.splits > 1:", "if self.positions.splits > 99:",
-        (IN_FLEETS,), "prompts of wide groups see keys of other positions",
+        (TEST_ATTENTION, IN_FLEETS), "prompts of wide groups see keys of other positions",
     ),
     Mutant(
         "wide groups take narrow blocks in the order of places", "positions", MOVER,
