@@ -106,8 +106,8 @@ ROWS = (
         (TEST_POSITIONS, TEST_MOVER), "groups would have to exchange parts of blocks",
     ),
     Mutant(
-        "chunks are gathered in the order of places", "positions", NEIGHBOURS,
-        "if self.positions.splits > 1:", "if self.positions.splits > 99:",
+        "what is gathered is read in the order of places", "positions", GATHERED,
+        "return positions.place(lax.rem(nth, ways))", "return lax.rem(nth, ways)",
         (TEST_ATTENTION, IN_FLEETS), "prompts of wide groups see keys of other positions",
     ),
     Mutant(
