@@ -92,8 +92,8 @@ def test_blocks_of_a_fleet_hold_more_tokens_in_every_wider_group(tp, sizes, ways
     }
     assert {each.hash_size for each in groups.values()} == {min(sizes.values())}
     widest = split.of_width(max(sizes)), whole.of_width(max(sizes))
-    tokens = [each.memory(CPUS).num_kv_tokens for each in widest]
-    assert tokens[0] >= max(ways.values()) * tokens[1]
+    each = [it.memory(CPUS).kv_token_bytes for it in widest]
+    assert each[1] == max(ways.values()) * each[0]
     limits = [replace(each, num_blocks=100).limits.num_kv_tokens for each in (split, whole)]
     assert limits == [99 * each.block_size for each in widest]
 

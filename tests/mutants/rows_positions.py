@@ -62,7 +62,8 @@ ROWS = (
     ),
     Mutant(
         "pages lie as they are in a context", "positions", GATHERED,
-        "return positions.place(lax.rem(nth, ways)) * self.blocks + lax.div(nth, ways)", "return nth",
+        "return positions.place(lax.rem(nth, ways)) * self.blocks + lax.div(nth, ways)",
+        "return nth",
         (TEST_GATHERED, TEST_ATTENTION), "prompts see their context in another order",
     ),
     Mutant(
