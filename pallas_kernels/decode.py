@@ -12,12 +12,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.decode_combine import Parts, combine_jobs
+from pallas_kernels.decode_combine import Parts, RowParts, combine_jobs, combine_parts
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
 from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
 from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
 from pallas_kernels.head_codes import Heads, no_heads, wrong_codes
-from pallas_kernels.mosaic import FP8, scales_in_memory
+from pallas_kernels.mosaic import COLUMNS, FP8, scales_in_memory
 from pallas_kernels.queries import Queries, by_kv_head, operand_type
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
@@ -41,6 +41,42 @@ def decode_attention(
     `paged_attention.ragged_paged_attention`; `work` must have been divided with the same `config`
     and number of KV heads. Raises ValueError for shapes that the kernel cannot take.
     """
+    parts = _run(q, kv, work, options, config)
+    if out is None and parts.row_first.shape[0] < q.shape[0]:
+        out = no_heads(q, options.codes)
+    return combine_jobs(parts, q, out, config, options)
+
+
+def decode_parts(
+    q: Float[Array, "rows heads head_dim"],
+    kv: PagedKV,
+    work: DecodeWork,
+    options: AttentionOptions,
+    config: DecodeConfig = DEFAULT_CONFIG,
+) -> RowParts:
+    """Attention of decode rows over a part of their contexts, to be put together with others.
+
+    Arguments as of `decode_attention`, but for sinks and codes, which are for who has all parts.
+    """
+    kv_heads, head_dim = kv.k_pool.shape[1], q.shape[2]
+    q_per_kv = q.shape[1] // kv_heads
+    found = combine_parts(_run(q, kv, work, options, config), config, options)
+    values = jnp.moveaxis(found.values[..., :q_per_kv], 2, 3)  # [rows, kv_heads, q_per_kv, columns]
+    if rest := head_dim % COLUMNS:  # the last of the products has columns of the one before
+        whole = head_dim - rest
+        values = jnp.concatenate([values[..., :whole], values[..., -rest:]], axis=-1)
+    lse = found.lse[..., :q_per_kv]
+    return RowParts(values.reshape(len(values), -1, head_dim), lse.reshape(len(lse), -1))
+
+
+def _run(
+    q: jax.Array | Queries,
+    kv: PagedKV,
+    work: DecodeWork,
+    options: AttentionOptions,
+    config: DecodeConfig,
+) -> Parts:
+    """Return what the jobs of all rows give."""
     q_per_kv = check_call(q, kv, options, config)
     kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
     rows = -(-q_per_kv // ROW_TILE) * ROW_TILE
@@ -59,15 +95,13 @@ def decode_attention(
     grouped = by_kv_head(q, (count, kv_heads, rows), shape.dtype)
     jobs = work.worker_first, work.job_row, work.job_begin, work.job_end
     scales, pools = scales_in_memory(options.kv_scales), kv._replace(seq_lens=None)
-    inputs = Inputs(*jobs, work.row_seq, work.row_length, pools, scales, grouped)
+    of_rows = work.row_seq, work.row_length, None if options.window is None else work.row_low
+    inputs = Inputs(*jobs, *of_rows, pools, scales, grouped)
     outputs, lse = run_jobs(shape, inputs)
     sinks = options.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, q_per_kv), ((0, 0), (0, rows - q_per_kv)))
-    parts = Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count], sinks)
-    if out is None and count < q.shape[0]:
-        out = no_heads(q, options.codes)
-    return combine_jobs(parts, q, out, config, options)
+    return Parts(outputs, lse, work.row_first[:count], work.row_jobs[:count], sinks)
 
 
 def check_call(

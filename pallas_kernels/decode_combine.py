@@ -13,6 +13,7 @@ block takes all of head_dim, which shares a scale.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -46,14 +47,24 @@ class Parts(NamedTuple):
     fixed: Any = None  # [1] the scale of all codes; None: they have their own, or are none
 
 
+class RowParts(NamedTuple):
+    """What a part of their contexts gives rows, float32: it can be put together with other parts.
+
+    A row that sees nothing of its context there has zeros, and a logarithm of LOWEST or about it.
+    """
+
+    values: Any  # [rows, kv_heads, columns, rows of q] or [rows, heads, head_dim], normalised
+    lse: Any  # the same without columns: base-2 logarithms of the sums of exponentials
+
+
 class Scratch(NamedTuple):
     """Shared memory, and its barrier: sums of every warpgroup, and the row that goes out."""
 
     sums: Any  # [warpgroups, columns, rows]
     totals: Any  # [warpgroups, rows]
     tops: Any
-    staged: Any  # [rows, columns]
     done: Any
+    staged: Any = None  # [rows, columns]; None: it goes out as it is
     units: Any = None  # [rows] scales of codes
 
 
@@ -69,40 +80,98 @@ def combine_jobs(
     Or as codes. Other rows are those of `out`, in place where that may be; without it `parts` must
     have all tokens, and what is not a decode row is zeros.
     """
-    kv_heads, _, all_columns, rows = parts.outputs.shape
+    count, (kv_heads, _, all_columns, rows) = parts.row_first.shape[0], parts.outputs.shape
     columns = COLUMNS if options.codes is None else BLOCK
     parts = parts._replace(fixed=None if options.codes is None else options.codes.fixed)
-    most = most_jobs(config, kv_heads)
-    warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
-    per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
-    scratch = Scratch(
-        sums=plgpu.SMEM((warpgroups, columns, rows), jnp.float32),
-        totals=per_warpgroup,
-        tops=per_warpgroup,
+    scratch = _scratch(parts, columns, config)._replace(
         staged=plgpu.SMEM((rows, columns), like.dtype if options.codes is None else FP8),
-        done=plgpu.Barrier(num_arrivals=warpgroups),
         units=None if options.codes is None else plgpu.SMEM((rows,), jnp.float32),
     )
     result = None if out is None else jax.tree.map(jax.new_ref, out)
     written, out_tree = jax.tree.flatten(like_heads(like, options.codes))
     arrays, tree = jax.tree.flatten(parts)
-    made = plgpu.kernel(
-        functools.partial(_combine_kernel, (tree, out_tree), like.dtype, result),
-        out_type=() if result is not None else tuple(written),
+    kernel = functools.partial(_combine_kernel, (tree, out_tree), like.dtype, result)
+    grid, types = (count, kv_heads, all_columns // columns), tuple(written)
+    made = _launch(kernel, scratch, grid, () if result is not None else types, options)(*arrays)
+    if result is None:
+        return jax.tree.unflatten(out_tree, made)
+    return jax.tree.map(lambda ref: ref[...], result)
+
+
+def combine_parts(parts: Parts, config: DecodeConfig, options: AttentionOptions) -> RowParts:
+    """Return what the rows see here, with the sums' logarithms; there may be more of it elsewhere.
+
+    `[rows, kv_heads, columns, rows of q]`, in the columns of `Shape.products`.
+    """
+    count, (kv_heads, _, all_columns, rows) = parts.row_first.shape[0], parts.outputs.shape
+    parts = parts._replace(sinks=None, fixed=None)
+    arrays, tree = jax.tree.flatten(parts)
+    values = jax.ShapeDtypeStruct((count, kv_heads, all_columns, rows), jnp.float32)
+    lse = jax.ShapeDtypeStruct((count, kv_heads, rows), jnp.float32)
+    scratch, grid = _scratch(parts, COLUMNS, config), (count, kv_heads, all_columns // COLUMNS)
+    kernel = functools.partial(_parts_kernel, tree)
+    return RowParts(*_launch(kernel, scratch, grid, (values, lse), options)(*arrays))
+
+
+def _scratch(parts: Parts, columns: int, config: DecodeConfig) -> Scratch:
+    """Return the shared memory of thread blocks that take so many columns."""
+    kv_heads, _, _, rows = parts.outputs.shape
+    most = most_jobs(config, kv_heads)
+    warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
+    per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
+    return Scratch(
+        sums=plgpu.SMEM((warpgroups, columns, rows), jnp.float32),
+        totals=per_warpgroup,
+        tops=per_warpgroup,
+        done=plgpu.Barrier(num_arrivals=warpgroups),
+    )
+
+
+def _launch(
+    kernel: Callable[..., None],
+    scratch: Scratch,
+    grid: tuple[int, int, int],
+    types: tuple[Any, ...],
+    options: AttentionOptions,
+) -> Callable[..., Any]:
+    """Return what runs a kernel for every row, KV head and block of columns."""
+    return plgpu.kernel(
+        kernel,
+        out_type=types,
         scratch_types=scratch._asdict(),
-        grid=(parts.row_first.shape[0], kv_heads, all_columns // columns),
+        grid=grid,
         grid_names=("row", "kv_head", "columns"),
-        num_threads=warpgroups,
+        num_threads=scratch.totals.shape[0],
         thread_name="warpgroup",
         kernel_name="decode_combine",
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=REDUCTION_BYTES
         ),
         interpret=options.interpret,
-    )(*arrays)
-    if result is None:
-        return jax.tree.unflatten(out_tree, made)
-    return jax.tree.map(lambda ref: ref[...], result)
+    )
+
+
+def _parts_kernel(tree: Any, *refs: Any, **buffers: Any) -> None:
+    """Combine the jobs of one row and KV head, and say how much they weigh; as `_combine_kernel`.
+
+    What goes out is what comes in, turned by whoever reads it: numbers of 32 bits are not turned.
+    """
+    parts, result = jax.tree.unflatten(tree, refs[:-2]), RowParts(*refs[-2:])
+    scratch, me = Scratch(**buffers), lax.axis_index("warpgroup")
+    row, head, block = (lax.axis_index(name) for name in ("row", "kv_head", "columns"))
+    columns = pl.ds(block * COLUMNS, COLUMNS)
+    outputs, lse = parts.outputs.at[head, :, columns], parts.lse.at[head]
+    jobs = parts.row_first[row], parts.row_jobs[row]
+    mine = _sum_share(outputs, lse, *jobs, me, scratch.tops.shape[0])
+    scratch.sums[me], scratch.totals[me], scratch.tops[me] = mine
+    plgpu.barrier_arrive(scratch.done)
+
+    @pl.when(me == 0)
+    def _() -> None:
+        plgpu.barrier_wait(scratch.done)
+        weighted, total, top = _merged(scratch, None)
+        store(result.values.at[row, head, columns], weighted * down_rows(1 / total, weighted.shape))
+        pl.when(block == 0)(lambda: store(result.lse.at[row, head], top + jnp.log2(total)))
 
 
 def _combine_kernel(
@@ -231,6 +300,12 @@ def _add(carry: Sum, parts: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Sum
 
 def _sum_shares(scratch: Scratch, sinks: Any) -> jax.Array:
     """Return the output of a row from what each warpgroup has added up, and its sinks."""
+    weighted, total, _ = _merged(scratch, sinks)
+    return weighted * down_rows(1.0 / total, weighted.shape)
+
+
+def _merged(scratch: Scratch, sinks: Any) -> Sum:
+    """Return the sum of what each warpgroup has added up, and of sinks; no jobs: total 1."""
     sums, totals, tops = scratch[:3]
     lanes = WGMMA.reduce(0)
     all_tops = [plgpu.load(tops.at[i], layout=lanes) for i in range(tops.shape[0])]
@@ -245,5 +320,4 @@ def _sum_shares(scratch: Scratch, sinks: Any) -> jax.Array:
         share = plgpu.load(sums.at[i], layout=WGMMA)
         weighted = weighted + share * down_rows(weight, share.shape)
         total = total + plgpu.load(totals.at[i], layout=lanes) * weight
-    total = jnp.where(total > 0, total, 1.0)  # no jobs: zeros
-    return weighted * down_rows(1.0 / total, weighted.shape)
+    return weighted, jnp.where(total > 0, total, 1.0), top

@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The kernel's arrays in global memory; the first six are of a `DecodeWork`."""
+    """The kernel's arrays in global memory; the first seven are of a `DecodeWork`."""
 
     worker_first: Any
     job_row: Any
@@ -51,6 +51,7 @@ class Inputs(NamedTuple):
     job_end: Any
     row_seq: Any
     row_length: Any
+    row_low: Any  # None: by the window
     kv: PagedKV  # without `seq_lens`: rows of a sequence differ in what they see
     scales: Any  # [2, kv_heads] float32: of K and of V; None where they are numbers
     q: Any  # [decode rows, kv_heads, rows, head_dim]
@@ -104,12 +105,16 @@ def my_jobs(inputs: Inputs) -> tuple[jax.Array, jax.Array]:
 
 
 def read_job(shape: Shape, inputs: Inputs, index: jax.Array) -> Job:
-    """Read a job; one cut for a wider window loses the rounds before this layer's."""
-    row, begin = inputs.job_row[index], inputs.job_begin[index]
+    """Read a job; one cut for a wider window loses the rounds before this layer's.
+
+    And one cut for a longer context, of which others have more, those behind this one.
+    """
+    row, begin, tile = inputs.job_row[index], inputs.job_begin[index], jnp.int32(shape.kv_tile)
     seq, length = inputs.row_seq[row], inputs.row_length[row]
+    end = jnp.minimum(inputs.job_end[index], lax.div(length + (tile - 1), tile))
     window = shape.options.window
     if window is None:
-        return Job(row, seq, begin, inputs.job_end[index], 0, length)
-    low = oldest_seen(length - 1, window)
-    begin = jnp.maximum(begin, lax.div(low, jnp.int32(shape.kv_tile)))
-    return Job(row, seq, begin, inputs.job_end[index], low, length)
+        return Job(row, seq, begin, end, 0, length)
+    low = oldest_seen(length - 1, window) if inputs.row_low is None else inputs.row_low[row]
+    begin = jnp.maximum(begin, lax.div(low, tile))
+    return Job(row, seq, begin, end, low, length)

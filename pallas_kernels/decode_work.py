@@ -60,6 +60,8 @@ class DecodeWork(NamedTuple):
     row_jobs: Int32[Any, " rows"]  # how many it has: 0 for what is not a decode row
     row_seq: Int32[Any, " rows"]  # the sequence whose block table a row reads
     row_length: Int32[Any, " rows"]  # the context tokens that it sees
+    # the first of them that it sees, with a window; None: as the layer's window says
+    row_low: Int32[Any, " rows"] | None = None
 
 
 def num_workers(num_blocks: int, kv_heads: int) -> int:
@@ -85,11 +87,14 @@ def divide_decode(
     """Divide decode rows, of which a step of this bucket has `num_rows` at most.
 
     `kv_heads` are those of one device. Rounds before the window are left out. Work for a wider
-    window, or none, is right for layers with a narrower one, too, only not balanced for them.
+    window, or none, is right for layers with a narrower one, too, only not balanced for them, but
+    where rows say themselves what they see (`Rows.low`).
     """
     workers = num_workers(config.num_blocks, kv_heads)
     ends = np.asarray(rows.length, np.int64)
-    begins = np.maximum(first_seen(ends - 1, window), 0)
+    begins = rows.low
+    if begins is None:
+        begins = np.maximum(first_seen(ends - 1, window), 0)
     first_round = begins // config.kv_tile
     rounds = -(-ends // config.kv_tile) - first_round
     starts = np.cumsum(rounds) - rounds  # where each row begins in the line of all rounds
@@ -114,6 +119,7 @@ def divide_decode(
         row_jobs=_padded(row_jobs, num_rows),
         row_seq=_padded(rows.seq, num_rows),
         row_length=_padded(rows.length, num_rows),
+        row_low=None if rows.low is None else _padded(rows.low, num_rows),
     )
 
 

@@ -18,6 +18,9 @@ class Rows(NamedTuple):
 
     seq: Int32[Any, " rows"]  # whose block table it reads
     length: Int32[Any, " rows"]  # the context that it sees: the position of its token, plus one
+    # The first token of it that it sees, where the layer's window does not say: where a pool has
+    # some of a sequence's tokens only, and lengths are of those.
+    low: Int32[Any, " rows"] | None = None
 
 
 class Sequences(NamedTuple):

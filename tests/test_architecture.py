@@ -107,7 +107,7 @@ KNOW_KV_HEADS = {
     "shiftjax.device.place",  # which reads such weights
     *(
         f"shiftjax.models.{name}"
-        for name in ("attention", "attention_backend", "entry", "entry_backend")
+        for name in ("attention", "attention_backend", "entry", "entry_backend", "position_backend")
     ),
     *(f"shiftjax.models.{name}" for name in ("exchange", "gathered_tiles", "llama")),
     # attention kernels by themselves

@@ -83,8 +83,8 @@ def _is_needed(
 ) -> bool:
     """Whether split positions hold a sequence as long as may be, and copies do not.
 
-    Kernels know nothing of positions: what has such never splits unasked.
-    Latents have no kernels, and a copy on every device: they always split.
+    Prompts have no kernels there: what has such never splits unasked. Latents have no kernels at
+    all, and a copy on every device: they always split.
     """
     if whole.num_blocks:
         return False

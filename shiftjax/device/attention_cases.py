@@ -15,7 +15,8 @@ pools that no token is in hold NaN, block tables are shuffled, and every step ru
 (`attention_steps`). Pools of codes are written, too (`write_cases`), and a model with experts has a
 few steps of theirs (`expert_cases`), one with matrices of four bits or of codes some products
 (`packed_cases`, `product_cases`). Norms of the stream are tried, too (`norm_cases`), and so is
-what takes heads from their product to attention (`entry_cases`).
+what takes heads from their product to attention (`entry_cases`). Where devices split positions,
+each tries the parts of all (`position_cases`).
 """
 
 import dataclasses
@@ -40,6 +41,7 @@ from shiftjax.device import (
     expert_cases,
     norm_cases,
     packed_cases,
+    position_cases,
     product_cases,
     sum_cases,
     write_cases,
@@ -213,6 +215,8 @@ def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) 
 def build(trial: Trial, device: Device) -> AttentionBackend:
     """Make the kernels that are tried."""
     shape = trial.shape
+    if not trial.builder and shape.ways > 1:
+        return position_cases.tuned_in_turn(shape, device)
     if not trial.builder:
         return tuned_attention(shape.layout, device, shape.block_size, shape.deterministic)[0]
     module, _, function = trial.builder.partition(":")

@@ -47,7 +47,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
-BACKENDS = "attention", "entry", "expert", "norm", "packed", "product", "sum"
+BACKENDS = "attention", "entry", "expert", "norm", "packed", "position", "product", "sum"
 
 
 class KernelCheck(NamedTuple):
@@ -76,13 +76,14 @@ def shape_of(
 ) -> Shape:
     """What one device of a deployment computes."""
     model, types = layout.model, (formats.activations, formats.kv)
-    heads = layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
+    ways = layout.position_ways
+    heads = ways * layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
     own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
     more = {"has_late": model.num_late_layers > 0, "packed": packed_shape(layout, formats)}
     more |= {"codes": code_shape(layout, formats), "norm": norm_shape(model, formats)}
-    more["entry"] = tried_entry(layout, formats)
+    more |= {"entry": tried_entry(layout, formats), "ways": ways}
     return Shape(*heads, block_size, model.windows, *types, bucket, *own, *scores, **more)
 
 

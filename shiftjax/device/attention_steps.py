@@ -59,6 +59,7 @@ class Shape:
     entry: EntryShape | None = None  # of what takes heads to attention in one launch
     sums: SumShape | None = None  # then sums over devices are tried, and nothing else
     plain: CodeShape | None = None  # matrices of numbers: then products with them, nothing else
+    ways: int = 1  # devices that split positions; heads are those of all, blocks their stripes
 
     @property
     def layout(self) -> Layout:
@@ -85,7 +86,7 @@ class Shape:
     def gives_codes(self) -> bool:
         """Whether the output may leave as codes."""
         dtype = FORMATS[self.dtype].dtype
-        return self.codes is not None and gives_codes(self.layout, dtype)
+        return self.codes is not None and self.ways == 1 and gives_codes(self.layout, dtype)
 
     def pool(self, num_blocks: int) -> tuple[np.ndarray, ...]:
         """Return K and V of so many blocks, in which every number is NaN."""
@@ -137,6 +138,7 @@ def steps_of(shape: Shape, cases: Cases) -> Iterator[Step]:
     least = max((tokens + BEYOND_WINDOW for tokens in outgrown), default=0)
     itemsize = FORMATS[shape.kv_dtype].dtype.itemsize
     wrapping = wrapping_tokens(shape.kv_heads, shape.head_dim, itemsize, cases.ring_bytes)
+    wrapping *= shape.ways  # each of whom reads its part
     decodes = (*cases.decodes[:-1], max(cases.decodes[-1], least))
     tokens, context = cases.chunks[-1]
     context = max(context, least + tokens)

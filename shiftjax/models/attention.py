@@ -35,6 +35,7 @@ from shiftjax.models.attention_work import (
 )
 from shiftjax.models.neighbours import Neighbours
 from shiftjax.models.products import CODE, LARGEST_CODE
+from shiftjax.models.softmaxes import LOWEST, State, normalised, sinks_by_row
 
 __all__ = [
     "AttentionMetadata",
@@ -47,7 +48,6 @@ __all__ = [
 ]
 
 BYTE = jnp.dtype(jnp.uint8)
-LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"] | UInt8[Array, "blocks kv_heads ..."]
 # K and V, or latents, of one layer, or of several, one after the other
@@ -169,14 +169,6 @@ class RowMetadata(NamedTuple):
     work: Any  # of `AttentionBackend.divide_rows`, for each window of the model
 
 
-class State(NamedTuple):
-    """An online softmax under way, float32; the output is `weighted / total`."""
-
-    maximum: Float[Array, "lanes kv_heads rows"]  # largest score so far
-    total: Float[Array, "lanes kv_heads rows"]  # sum of exp(score - maximum)
-    weighted: Float[Array, "lanes kv_heads rows head_dim"]  # the same sum, each times its value
-
-
 def write_kv(
     pool: LayerPool,
     k: Float[Array, "tokens kv_heads head_dim"],
@@ -252,8 +244,8 @@ class LoopOptions(NamedTuple):
 
     def values(self, state: State, times: int = 1) -> jax.Array:
         """Return the output of a softmax whose state has each head so many times."""
-        sinks = _by_kv_head(self.sinks, state.total.shape[1], times)
-        return _scaled(_normalized(state, sinks), _of_each(self.kv_scales)[1])
+        sinks = sinks_by_row(self.sinks, state.total.shape[1], times)
+        return _scaled(normalised(state, sinks), _of_each(self.kv_scales)[1])
 
 
 def ragged_paged_attention(
@@ -359,29 +351,6 @@ def _scaled(x: Any, scale: Float[Array, " kv_heads"] | None) -> Any:
     return x if scale is None else x * scale[None, :, None, None]
 
 
-def _normalized(state: State, sinks: Float[Array, "kv_heads rows"] | None) -> jax.Array:
-    """Return the output of a softmax; zeros where no key was seen.
-
-    `sinks` are scores without values, which only now take part: once, in however many parts a
-    context was taken.
-    """
-    if sinks is None:
-        return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
-    maximum = jnp.maximum(state.maximum, sinks[None])
-    decay = jnp.exp(state.maximum - maximum)
-    total = state.total * decay + jnp.exp(sinks[None] - maximum)
-    return state.weighted * (decay / total)[..., None]
-
-
-def _by_kv_head(
-    sinks: Float[Array, " heads"] | None, kv_heads: int, times: int = 1
-) -> Float[Array, "kv_heads rows"] | None:
-    """Return the sinks of the rows of a state, which has each head so many times."""
-    if sinks is None:
-        return None
-    return jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, -1), (1, times))
-
-
 def row_attention(
     q: Float[Array, "tokens heads head_dim"],
     pool: LayerPool,
@@ -401,23 +370,10 @@ def row_attention(
     else:
         asked = neighbours.gather_queries(q[:num_rows])
         parts = _row_states(asked, pool, block_tables, work, options)
-        state = _of_neighbours(parts, neighbours)
+        state = neighbours.join(parts)
     out = options.values(state).reshape(num_rows, heads, options.width(head_dim))
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
-
-
-def _of_neighbours(parts: State, neighbours: Neighbours) -> State:
-    """Return the softmaxes of this device's heads, which neighbours have parts of: one exchange.
-
-    Summed in the order of places: the same bits in all modes.
-    """
-    packed = parts.weighted, parts.total[..., None], parts.maximum[..., None]
-    found = neighbours.exchange_parts(jnp.concatenate(packed, axis=-1))
-    weighted, total, maximum = found[..., :-2], found[..., -2], found[..., -1]
-    highest = maximum.max(0)
-    gain = jnp.exp(maximum - highest[None])
-    return State(highest, (gain * total).sum(0), (gain[..., None] * weighted).sum(0))
 
 
 def _row_states(
@@ -515,7 +471,7 @@ def in_tiles(
     (heads, head_dim), width = q.shape[1:], out.shape[-1]
     kv_heads, block_size = pool[0].shape[1:3]
     q_per_kv, scores, window = heads // kv_heads, options.scores, options.window
-    work, num_rows = divided.tiles, divided.rows.row_count.shape[0]
+    work, num_rows = divided.tiles, divided.rows.row_first.shape[0]
     tile = tile_tokens(q.shape[0], num_rows, options.sizes)
     chunk = whole_blocks(options.sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.rows import Sequences
+from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.window import Window
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import (
@@ -32,6 +33,7 @@ from shiftjax.models.attention import (
     row_attention,
     write_kv,
 )
+from shiftjax.models.attention_table import AttentionBackend
 from shiftjax.models.attention_work import (
     CPU_SIZES,
     LoopSizes,
@@ -39,49 +41,19 @@ from shiftjax.models.attention_work import (
     divide_rows,
     loop_sizes,
 )
-from shiftjax.models.entry_backend import Entry, pallas_entry, why_not_traced
+from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write, why_not_traced
 from shiftjax.models.gathered_tiles import in_gathered_tiles
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
-from shiftjax.models.neighbours import Neighbours, localised, neighbours_of
+from shiftjax.models.neighbours import Neighbours, localise_by, neighbours_of
+from shiftjax.models.position_backend import position_attention
 from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
-from shiftjax.parallel.grid import Device
+from shiftjax.parallel.grid import ALL_AXES, Device, axis_sizes
 from shiftjax.parallel.layout import Layout
 
 logger = logging.getLogger(__name__)
 FP8 = jnp.dtype(jnp.float8_e4m3fn)
 KERNEL_CAPABILITY = 9  # Hopper; the matrix instructions of later chips are others
-
-
-class AttentionBackend(NamedTuple):
-    """One implementation; scale, windows, block size and the like are bound in its functions.
-
-    Work is divided for each of the model's windows (`ModelConfig.windows`), a tuple in their order,
-    and a layer takes that of its own: `LayerTerms.window`.
-    """
-
-    name: str
-    # (block_tables, seq_lens, query_start_loc, num_decodes, num_tokens, num_rows)
-    # -> AttentionMetadata.work: on the host, once a step; num_tokens is None in a bucket whose
-    # tokens are all rows, if there is a `most_row_reads`
-    divide: Callable[..., tuple[Any, ...]]
-    # (rows, num_rows) -> the work of `attend_rows`: on the host, for layers that compute rows only
-    divide_rows: Callable[[Rows, int], tuple[Any, ...]]
-    # (q, pool, metadata, terms) -> out: numbers as q, or codes where the terms allow such
-    attend: Callable[[jax.Array, LayerPool, AttentionMetadata, LayerTerms], jax.Array | Codes]
-    # (q, pool, block_tables, work, terms) -> out; q[i] is row i
-    attend_rows: Callable[[jax.Array, LayerPool, jax.Array, Any, LayerTerms], jax.Array | Codes]
-    # (pool, k, v, slot_mapping, terms) -> the written pool
-    write: Callable[..., LayerPool]
-    # of context tokens, by the tokens of chunks in a bucket whose tokens are all rows; None: the
-    # same work in all buckets
-    most_row_reads: int | None = None
-    # (inputs of a step) -> what of them is this device's, where devices split positions; None: all
-    localise: Callable[[Any], Any] | None = None
-    reason: str = ""  # why this one was chosen, in words that may leave the process
-    # one launch from the product with q, k and v on, in the place of `write` and of what comes
-    # before it; None: there is none
-    enter: Entry | None = None
 
 
 def xla_attention(
@@ -133,9 +105,7 @@ def xla_attention(
     def write(pool, k, v, slot_mapping, terms):
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
 
-    localise = None
-    if neighbours is not None:
-        localise = functools.partial(localised, neighbours=neighbours, windows=windows)
+    localise = None if neighbours is None else localise_by(neighbours, windows)
     rows = functools.partial(for_each_window, divide_rows)
     loops = AttentionBackend("xla", divide, rows, attend, attend_rows, write)
     return loops._replace(localise=localise)
@@ -174,8 +144,6 @@ def choose_attention(
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None and layout.model.latent is not None:
         reason = f"{layout.model.name} caches latents (MLA), for which there are no kernels yet"
-    if reason is None and layout.position_ways > 1:
-        reason = "the kernels know nothing of positions that devices split (kv_split = position)"
     if reason is None:
         kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
         reason = _why_not_traced(kernels, layout, *dtypes, block_size)
@@ -185,7 +153,10 @@ def choose_attention(
             if words := why_not_traced(layout.model, dtypes):
                 logger.info("XLA rotates and writes heads: %s", words)
             if not is_tuned:
-                _warn_of_safe_settings(device, layout.model.head_dim, block_size)
+                own_size = block_size // layout.position_ways
+                _warn_of_safe_settings(device, layout.model.head_dim, own_size)
+            if layout.position_ways > 1:
+                logger.warning("prompts run as XLA loops where devices split positions: slower")
             return kernels._replace(reason="passed its check" if check else "not checked")
     if wanted == "pallas":
         raise ConfigError(
@@ -245,14 +216,24 @@ def tuned_attention(
     layout: Layout, device: Device, block_size: int, deterministic: bool
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
+    config, is_tuned = tuned_config(layout, device, block_size, deterministic)
+    if layout.position_ways > 1:
+        return position_attention(layout, config.decode, block_size), is_tuned
+    return pallas_attention(layout, config, block_size), is_tuned
+
+
+def tuned_config(
+    layout: Layout, device: Device, block_size: int, deterministic: bool
+) -> tuple[KernelConfig, bool]:
+    """Return the best settings known for the kernels, and whether they are for this device."""
     from pallas_kernels.tuned import config_for, fixed_config
 
     cores = getattr(device, "core_count", None)  # not every device says
-    q_per_kv = layout.heads_per_device // layout.kv_heads_per_device
-    sizes = layout.model.head_dim, block_size, q_per_kv
+    ways = layout.position_ways  # each of whom attends with the heads of all
+    q_per_kv = ways * layout.heads_per_device // layout.kv_heads_per_device
+    sizes = layout.model.head_dim, block_size // ways, q_per_kv
     config, is_tuned = config_for(device.device_kind, *sizes, cores)
-    config = fixed_config(config) if deterministic else config
-    return pallas_attention(layout, config, block_size), is_tuned
+    return fixed_config(config) if deterministic else config, is_tuned
 
 
 def _warn_of_safe_settings(device: Device, head_dim: int, block_size: int) -> None:
@@ -280,24 +261,21 @@ def pallas_attention(
     embedding into them, two launches a layer, where `pallas_kernels.kv_write` needs three. Pools of
     fp8 go by the kernel.
     """
-    from pallas_kernels import decode, decode_work, kv_write, paged_attention, step_work
-    from pallas_kernels.call import AttentionOptions, KVScales, PagedKV
+    from pallas_kernels import decode, decode_work, paged_attention, step_work
+    from pallas_kernels.call import AttentionOptions, PagedKV
     from pallas_kernels.head_codes import CodedHeads, Heads
 
     model, windows = layout.model, layout.model.windows
 
     def options(terms: LayerTerms, dtype: DTypeLike) -> AttentionOptions:
         scores = model.attention_scale, windows[terms.window], model.attention_soft_cap
-        own = scales(terms), terms.sinks, interpret
+        own = kv_scales(terms), terms.sinks, interpret
         return AttentionOptions(*scores, *own, terms.codes if gives_codes(layout, dtype) else None)
 
     def left(out: Heads) -> jax.Array | Codes:
         if isinstance(out, CodedHeads):
             return Codes(out.values.reshape(out.values.shape[0], -1), out.scale)
         return out
-
-    def scales(terms: LayerTerms) -> KVScales:
-        return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)
@@ -335,19 +313,13 @@ def pallas_attention(
         own = work[terms.window], options(terms, q.dtype), config.decode
         return left(decode.decode_attention(q, kv, *own))
 
-    @jax.jit
-    def write(pool, k, v, slot_mapping, terms: LayerTerms):
-        if pool[0].dtype != FP8:
-            return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
-        own = {"scales": scales(terms), "first": terms.first(pool), "interpret": interpret}
-        return kv_write.write_kv(pool, k, v, slot_mapping, **own)
-
+    write = jax.jit(functools.partial(pallas_write, interpret=interpret))
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
     if config.decode.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
     own = divide, divide_rows, attend, attend_rows, write, reads
-    return AttentionBackend("pallas", *own, enter=pallas_entry(scales, interpret))
+    return AttentionBackend("pallas", *own, enter=pallas_entry(interpret))
 
 
 def gives_codes(layout: Layout, dtype: DTypeLike) -> bool:
@@ -374,10 +346,15 @@ def _why_not_traced(
     slots = np.zeros(tokens, np.int32)
     q = jax.ShapeDtypeStruct((tokens, layout.heads_per_device, head_dim), dtype)
     new = jax.ShapeDtypeStruct((tokens, layout.kv_heads_per_device, head_dim), dtype)
-    shapes = (entry.pool_shape(2, block_size) for entry in layout.cache.entries)
+    own_size = block_size // layout.position_ways
+    shapes = (entry.pool_shape(2, own_size) for entry in layout.cache.entries)
     pool = tuple(jax.ShapeDtypeStruct(shape, kv_dtype) for shape in shapes)
     scales = jax.ShapeDtypeStruct((2, layout.kv_heads_per_device), jnp.float32)
     sinks = jax.ShapeDtypeStruct((layout.heads_per_device,), jnp.float32)
+
+    # Neighbours exchange what they have along the axes of a mesh.
+    sizes = axis_sizes(layout.shift, layout.shift, layout.tp)
+    attend = jax.make_jaxpr(kernels.attend, axis_env=list(zip(ALL_AXES, sizes, strict=True)))
 
     def trace() -> None:
         work = kernels.divide(tables, lens, starts, 0, num_tokens=tokens)
@@ -385,7 +362,7 @@ def _why_not_traced(
         for window in range(len(layout.model.windows)):
             kv_scales = scales if jnp.dtype(kv_dtype) == FP8 else None
             terms = LayerTerms(window, kv_scales, sinks if layout.model.attention_sinks else None)
-            jax.eval_shape(kernels.attend, q, pool, metadata, terms)
+            attend(q, pool, metadata, terms)
             jax.eval_shape(kernels.write, pool, new, new, slots, terms)
 
     return what_tracing_says(trace)

@@ -135,8 +135,8 @@ class GatheredWork(NamedTuple):
 class AttentionWork(NamedTuple):
     """The work of one step."""
 
-    rows: RowWork
-    tiles: TileWork
+    rows: Any  # RowWork; of kernels a DecodeWork
+    tiles: Any  # TileWork; of kernels None where every token of the bucket may be a row
     gathered: GatheredWork | None = None  # where devices split positions
 
 
@@ -182,12 +182,30 @@ def divide_attention(
         in_tiles |= 2 * np.diff(query_start_loc) >= tile
         rows = rows._replace(length=np.where(in_tiles[rows.seq], 0, rows.length))
     divided = divide_rows(rows, num_rows, **options)
+    if positions is not None:
+        own = {"num_tokens": num_tokens, "block_size": block_size, "window": window, "sizes": sizes}
+        return AttentionWork(divided, *divide_gathered(sequences, **own))
+    chunk = whole_blocks(sizes.tile_chunk, block_size)
     of = np.flatnonzero(in_tiles), sequences, num_tokens, tile
-    if positions is None:
-        chunk = whole_blocks(sizes.tile_chunk, block_size)
-        return AttentionWork(divided, _divide_tiles(*of, chunk, window=window))
-    tiles = _divide_tiles(*of, block_size, window=window)
-    return AttentionWork(divided, tiles, _gathered(tiles, len(seq_lens)))
+    return AttentionWork(divided, _divide_tiles(*of, chunk, window=window))
+
+
+def divide_gathered(
+    sequences: Sequences,
+    *,
+    num_tokens: int,
+    block_size: int,
+    window: Window | None = None,
+    sizes: LoopSizes = CPU_SIZES,
+) -> tuple[TileWork, GatheredWork]:
+    """Divide the chunks of a step whose contexts are gathered, and say what is; blocks are stripes.
+
+    Arguments as of `divide_attention`.
+    """
+    tile = tile_tokens(num_tokens, sequences.most_rows, sizes)
+    chunks = np.arange(sequences.num_decodes, len(sequences.lens))
+    tiles = _divide_tiles(chunks, sequences, num_tokens, tile, block_size, window=window)
+    return tiles, _gathered(tiles, len(sequences.lens))
 
 
 def check_contexts(

@@ -8,13 +8,14 @@ pallas    one launch (`pallas_kernels/rope_write.py`) beside the attention kerne
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.head_terms import Given, Projected
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms
+from shiftjax.models.attention import AttentionMetadata, LayerPool, LayerTerms, write_kv
 from shiftjax.parallel.layout import Layout
 
 
@@ -95,8 +96,33 @@ def wrong_shape(shape: EntryShape) -> list[str]:
     return wrong_heads(_heads(shape), shape.half, shape.kv_dtype)
 
 
-def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) -> Entry:
-    """Return the kernel. `scales` are those of a layer; `interpret` is for tests alone."""
+def kv_scales(terms: LayerTerms) -> Any:
+    """Return the scales of a layer as kernels take them."""
+    return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
+
+
+def pallas_write(
+    pool: LayerPool,
+    k: jax.Array,
+    v: jax.Array,
+    slot_mapping: jax.Array,
+    terms: LayerTerms,
+    interpret: Any = False,
+) -> LayerPool:
+    """Write keys and values beside kernels: codes by one of them, numbers by XLA's scatters."""
+    if jnp.dtype(pool[0].dtype) != jnp.float8_e4m3fn:
+        return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
+    from pallas_kernels import kv_write
+
+    own = {"scales": kv_scales(terms), "first": terms.first(pool), "interpret": interpret}
+    return kv_write.write_kv((pool[0], pool[1]), k, v, slot_mapping, **own)
+
+
+def pallas_entry(interpret: Any = False, *, pads: bool = True) -> Entry:
+    """Return the kernel; `interpret` is for tests alone.
+
+    It `pads` queries for the decode kernel where it is alone, but for those that travel first.
+    """
     from pallas_kernels.decode import ROW_TILE
     from pallas_kernels.queries import Queries
     from pallas_kernels.rope_write import Target, rope_write
@@ -114,10 +140,11 @@ def pallas_entry(scales: Callable[[LayerTerms], Any], interpret: Any = False) ->
             terms: LayerTerms,
         ) -> tuple[Queries, LayerPool]:
             own, kv_heads = heads, shape.kv_heads
-            if metadata.work[terms.window].prefill is None:  # all are rows of the decode kernel
+            # all are rows of the decode kernel
+            if pads and metadata.work[terms.window].prefill is None:
                 own = heads._replace(q_rows=-(-heads.group // ROW_TILE) * ROW_TILE)
             k, v = pool
-            target = Target((k, v), metadata.slot_mapping, scales(terms), terms.first(pool))
+            target = Target((k, v), metadata.slot_mapping, kv_scales(terms), terms.first(pool))
             q, written = rope_write(projected, given, target, own, interpret)
             values = q.reshape(q.shape[0], kv_heads, own.q_rows, shape.head_dim)
             return Queries(values, shape.heads, jnp.dtype(shape.dtype)), written

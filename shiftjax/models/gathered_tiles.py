@@ -18,7 +18,6 @@ from pallas_kernels.window import first_seen
 from shiftjax.models.attention import (
     LayerPool,
     LoopOptions,
-    State,
     attend_chunk,
     empty_state,
     fetch_chunk,
@@ -26,6 +25,7 @@ from shiftjax.models.attention import (
 )
 from shiftjax.models.attention_work import AttentionWork, GatheredWork, tile_tokens
 from shiftjax.models.neighbours import Neighbours
+from shiftjax.models.softmaxes import State
 from shiftjax.parallel.positions import gathered_tokens
 
 
@@ -148,7 +148,7 @@ def _attend_pages(
     assert gathered is not None
     window, stripe = options.window, rounds.neighbours.positions.stripe
     ways, per_chunk = stripe // pages[0].shape[2], max(1, options.sizes.tile_chunk // stripe)
-    tile = tile_tokens(tokens, step.work.rows.row_count.shape[0], options.sizes)
+    tile = tile_tokens(tokens, step.work.rows.row_first.shape[0], options.sizes)
     q_per_kv = q.shape[2] // tokens
     shift = take(gathered.seq_begin, tiles.tile_seq) - take(gathered.seq_first, tiles.tile_seq)
     shift -= first  # from blocks of a tile's table to those of the buffer

@@ -30,7 +30,10 @@ def positions_in_words(target: Target, best: Deployment, workload: Workload) -> 
         f" ms, with copies {seconds[1] * 1e3:.1f}"
     )
     if target.devices.has_kernels:
-        text += ", if kernels knew positions: there are none yet, and XLA loops are slower"
+        if whole.layout.model.latent is not None:
+            text += ", if latents had kernels: there are none yet, and XLA loops are slower"
+        else:
+            text += "; prompts then run as XLA loops, several times slower"
     return text
 
 

@@ -47,7 +47,7 @@ def backend() -> AttentionBackend:
         return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
 
     interpreter = plgpu.InterpretGPUParams(detect_races=True)
-    return loops_of(LLAMA, 16)._replace(enter=pallas_entry(scales, interpreter))
+    return loops_of(LLAMA, 16)._replace(enter=pallas_entry(interpreter))
 
 
 def verdict_on(run, shape: EntryShape, step: EntryStep):

@@ -166,6 +166,51 @@ def run_decode(
     return interpreted(attend, step.q, step.kv, decode_work(case, step))
 
 
+def run_parts(case: Case, step: Step, module: ModuleType = decode) -> tuple[np.ndarray, np.ndarray]:
+    """Run the decode kernel for outputs and base-2 logarithms, `[rows, heads, ...]`.
+
+    Rows say themselves where their windows begin.
+    """
+    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
+    if case.window is not None:
+        rows = rows._replace(low=np.maximum(first_seen(rows.length - 1, case.window), 0))
+    count = max(case.num_rows, len(step.kv.seq_lens))
+    sizes = {"kv_heads": case.kv_heads, "config": decode_config(case)}
+    # The kernel must not know the window, but that there is one.
+    options = options_of(case)._replace(window=None if case.window is None else 1)
+    work = divide_decode(rows, count, **sizes)
+
+    def attend(*arrays: Any) -> jax.Array:
+        values, lse = module.decode_parts(*arrays, options, decode_config(case))
+        return jnp.concatenate([values, lse[..., None]], axis=-1)
+
+    out = interpreted(attend, step.q[:count], step.kv, work)
+    return out[..., :-1], out[..., -1]
+
+
+def expected_lse(case: Case, step: Step) -> np.ndarray:
+    """Return the logarithms of the decode rows, of their definition."""
+    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
+    found = np.zeros((len(rows.seq), case.kv_heads * case.q_per_kv))
+    q, k = (np.asarray(x).astype(np.float64) for x in (step.q, step.kv.k_pool))
+    for row, (seq, length) in enumerate(zip(rows.seq, rows.length, strict=True)):
+        position = np.arange(max(first_seen(length - 1, case.window), 0), length)
+        block, offset = np.divmod(position, case.block_size)
+        keys = k[step.kv.block_tables[seq, block], :, offset].repeat(case.q_per_kv, axis=1)
+        scores = np.einsum("hd,thd->ht", q[row], keys) * case.head_dim**-0.5 * case.kv_scales[0]
+        found[row] = np.log2(np.exp(scores).sum(axis=1))
+    return found
+
+
+def worst_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return `worst` of such outputs, whose logarithms are within 2^-7 of a number, or beyond 1."""
+    values, lse = (x[: case.num_rows] for x in found)
+    out = np.zeros(step.q.shape)
+    out[: case.num_rows] = values
+    error = abs(lse - expected_lse(case, step)).max(initial=0)
+    return max(worst_decode(case, step, out), error * 2**7)
+
+
 def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:
     """Run kernels in the interpreter; a data race is an error."""
     with watched_races() as states:

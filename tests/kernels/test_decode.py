@@ -1,16 +1,29 @@
 """The decode kernel against its definition, in the Mosaic interpreter with race detection."""
 
+import attention_cases
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from attention_cases import FP8, decode_work, decodes, make_step
+from attention_cases import (
+    FP8,
+    decode_config,
+    decode_work,
+    decodes,
+    interpreted,
+    make_step,
+    options_of,
+    run_parts,
+    worst_parts,
+)
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
 from spent import quick
 
 from pallas_kernels.call import AttentionOptions
-from pallas_kernels.decode import decode_attention
-from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.decode import decode_attention, decode_parts
+from pallas_kernels.decode_work import DecodeConfig, divide_decode
+from pallas_kernels.rows import Rows
 from pallas_kernels.window import Chunk
 
 EDGES = (1, 15, 16, 17, 31, 32, 33, 64, 65, 150)
@@ -79,6 +92,43 @@ def test_decode_is_attention(name):
     out = run(case, step)
     assert worst(case, step, out) <= 1
     assert (out[case.num_rows :] == 0).all()
+
+
+PARTS = {
+    "edges, padding": decodes(EDGES, padding=2, q_per_kv=4, kv_heads=2, num_blocks=6),
+    "window": decodes((1, 39, 40, 41, 300), q_per_kv=8, window=40),
+    "head_dim 96, fp8": decodes(
+        (70, 130), q_per_kv=4, head_dim=96, kv_dtype=FP8, kv_scales=(0.5, 3.0)
+    ),
+    "many jobs of a row": decodes((1300, 5), num_blocks=24, head_dim=128, q_per_kv=12),
+}
+
+
+@pytest.mark.parametrize("name", quick(PARTS, "window", "head_dim 96, fp8"))
+def test_parts_say_how_much_they_weigh(name):
+    case = PARTS[name]
+    step = make_step(case)
+    values, lse = run_parts(case, step)
+    assert worst_parts(case, step, (values, lse)) <= 1
+    assert not values[case.num_rows :].any() and (lse[case.num_rows :] < -1e29).all()
+
+
+def test_a_part_without_tokens_weighs_nothing():
+    """Jobs that another device's part is long enough for."""
+    case = decodes((130, 20), padding=1)
+    step = make_step(case)
+    rows = Rows(np.arange(2, dtype=np.int32), np.array([130, 20], np.int32))
+    work = divide_decode(rows, 3, kv_heads=1, config=decode_config(case))
+    work = work._replace(row_length=np.array([0, 20, 0], np.int32))
+    options, config = options_of(case), decode_config(case)
+
+    def attend(*arrays):
+        values, lse = decode_parts(*arrays, options, config)
+        return jnp.concatenate([values, lse[..., None]], axis=-1)
+
+    out = interpreted(attend, step.q, step.kv, work)
+    assert not out[0, :, :-1].any() and (out[0, :, -1] < -1e29).all()
+    assert attention_cases.worst(case, step, out[..., :-1], slice(1, 2)) <= 1
 
 
 def test_an_empty_step_is_zeros():

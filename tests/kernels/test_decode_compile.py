@@ -15,7 +15,7 @@ from compile import aot
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV
-from pallas_kernels.decode import decode_attention
+from pallas_kernels.decode import decode_attention, decode_parts
 from pallas_kernels.decode_work import DecodeConfig, divide_decode, most_jobs
 from pallas_kernels.head_codes import like_heads
 from pallas_kernels.kv_write import write_kv
@@ -151,6 +151,33 @@ def test_decode_fits_the_chip(name, mesh, capsys):
     kept = sum(each.size * each.dtype.itemsize for each in jax.tree.leaves(out))
     assert memory.alias_size_in_bytes == kept
     assert memory.temp_size_in_bytes < pool.size
+
+
+@pytest.mark.parametrize("chip", ["h100", "h200"])
+@pytest.mark.parametrize(
+    ("head_dim", "q_per_kv", "block_size", "kv_dtype", "window"),
+    [(128, 16, 16, jnp.bfloat16, None), (96, 8, 8, jnp.bfloat16, 1024), (64, 16, 16, FP8, 128)],
+)
+def test_parts_are_two_launches(chip, head_dim, q_per_kv, block_size, kv_dtype, window, capsys):
+    """And what is made of them for the exchange: they leave as they come, and are turned there."""
+    mesh = aot.make_mesh(chip, (1,), ("x",))
+    low = None if window is None else np.zeros(SEQS, np.int32)
+    work = divide_decode(ROWS._replace(low=low), SEQS, kv_heads=1)
+    pool = struct((NUM_BLOCKS, 1, block_size, head_dim), kv_dtype)
+    q = struct((SEQS, q_per_kv, head_dim), jnp.bfloat16)
+    kv = PagedKV(pool, pool, struct((SEQS, CONTEXT // block_size)), None)
+
+    def attend(q, kv, work):
+        return decode_parts(q, kv, work, AttentionOptions(0.1, window))
+
+    with capsys.disabled():
+        program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
+    operations = made(program.executable.as_text())
+    assert operations.count("custom-call") == 2
+    assert set(operations) <= {"custom-call", "fusion"} and operations.count("fusion") <= 3
+    for kernel in program.kernels:
+        assert 2 * 256 * kernel.registers <= SM_REGISTERS or "combine" in kernel.name
+    assert 2 * (program.shared_memory_bytes[0] + RESERVED) <= SM_SHARED_MEMORY
 
 
 @pytest.mark.parametrize("codes", [None, CodeKind()])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from attention_cases import FP8, decodes, make_step
+from attention_cases import FP8, decodes, make_step, run_parts, worst_parts
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
 from mutations import load
@@ -91,6 +91,43 @@ FAULTS = {
         "pl.when(count > 0)(combine)", decodes(padding=2),
     ),
 }  # fmt: skip
+
+
+FAULTS_OF_PARTS = {
+    "parts are not divided by their sums": (
+        "decode_combine", "weighted * down_rows(1 / total, weighted.shape))", "weighted)", decodes()
+    ),
+    "logarithms are those of the largest weight": (
+        "decode_combine", "top + jnp.log2(total))", "top)", decodes()
+    ),
+    "logarithms of the last columns alone": (
+        "decode_combine", "pl.when(block == 0)(lambda: store(result.lse",
+        "pl.when(block == 1)(lambda: store(result.lse", decodes(),
+    ),
+    "shares of warpgroups are not waited for": (
+        "decode_combine", "        plgpu.barrier_wait(scratch.done)\n        weighted, total, top",
+        "        weighted, total, top", decodes((1300,), num_blocks=21),
+    ),
+    "what rows say of their windows is not heard": (
+        "decode_terms", "if inputs.row_low is None else inputs.row_low[row]", "",
+        decodes(window=50),
+    ),
+    "the last of the products is all new": (
+        "decode", "values[..., -rest:]", "values[..., whole : whole + rest]", decodes(head_dim=96)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mutants(*FAULTS_OF_PARTS))
+def test_a_fault_of_parts_is_found(fault):
+    *change, case = FAULTS_OF_PARTS[fault]
+    module = load(MODULES, *change)
+    step = make_step(case)
+    try:
+        error = worst_parts(case, step, run_parts(case, step, module))
+    except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
+        error = problem
+    assert isinstance(error, Exception) or not error <= 1
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))

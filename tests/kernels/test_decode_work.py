@@ -81,6 +81,7 @@ def test_the_jobs_of_a_row_follow_each_other(lengths, padding, num_blocks, fixed
 def test_shapes_follow_from_the_bucket(lengths, padding, num_blocks, fixed):
     work = make(lengths, padding, num_blocks, fixed_rounds=fixed)
     empty = make([], len(lengths) + padding, num_blocks, fixed_rounds=fixed)
+    work, empty = ([x for x in each if x is not None] for each in (work, empty))
     assert [x.shape for x in work] == [x.shape for x in empty]
     assert all(x.dtype == np.int32 for x in (*work, *empty))
     assert not any(x.any() for x in empty)

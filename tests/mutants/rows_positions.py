@@ -4,17 +4,21 @@ from mutant import Mutant
 
 POSITIONS = "shiftjax/parallel/positions.py"
 NEIGHBOURS = "shiftjax/models/neighbours.py"
-ATTENTION = "shiftjax/models/attention.py"
 GATHERED = "shiftjax/models/gathered_tiles.py"
+SOFTMAXES = "shiftjax/models/softmaxes.py"
 WORK = "shiftjax/models/attention_work.py"
 MOVER = "shiftjax/fleet/mover_device.py"
 RULE = "shiftjax/deploy/position_rule.py"
 COLLECTIVES = "shiftjax/costs/collectives.py"
 
+KERNELS = "shiftjax/models/position_backend.py"
+
 TEST_POSITIONS = "tests/parallel/test_positions.py"
 ON_DEVICES = "tests/device/test_split_positions.py"
 TEST_ATTENTION = "tests/models/test_split_attention.py"
 TEST_GATHERED = "tests/models/test_gathered_tiles.py"
+TEST_KERNELS = "tests/models/test_position_backend.py"
+ON_ONE = "tests/device/test_position_cases.py"
 TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_RULE = "tests/deploy/test_position_rule.py"
 TEST_MOVER = "tests/fleet/test_mover_device.py"
@@ -35,17 +39,16 @@ ROWS = (
     ),
     Mutant(
         "rows see what is beyond them", "positions", NEIGHBOURS,
-        "job_end=jnp.minimum(rows.job_end, end)", "job_end=rows.job_end",
+        "jnp.minimum(rows.job_end, high)", "rows.job_end",
         (TEST_ATTENTION, ON_DEVICES), "a draft attends to the tokens behind it",
     ),
     Mutant(
         "rows see what is behind their windows", "positions", NEIGHBOURS,
-        "begin, end = jnp.maximum(rows.job_begin, low), positions.count(at + 1, place)",
-        "begin, end = rows.job_begin, positions.count(at + 1, place)",
+        "begin, end = jnp.maximum(rows.job_begin, low), ", "begin, end = rows.job_begin, ",
         (TEST_ATTENTION, ON_DEVICES), "a device reads blocks that are freed",
     ),
     Mutant(
-        "parts are added as if their scores were alike", "positions", ATTENTION,
+        "parts are added as if their scores were alike", "positions", SOFTMAXES,
         "gain = jnp.exp(maximum - highest[None])", "gain = jnp.ones_like(maximum)",
         (TEST_ATTENTION, ON_DEVICES), "the part with the largest score counts too little",
     ),
@@ -54,6 +57,27 @@ ROWS = (
         "positions.count(begin, positions.ways - 1), positions.count(end, 0)",
         "positions.count(begin, 0), positions.count(end, positions.ways - 1)",
         (TEST_ATTENTION, ON_DEVICES), "the last tokens of a context are seen by nobody",
+    ),
+    Mutant(
+        "kernels read as much as the device that has least", "positions", KERNELS,
+        "longest = positions.count(ends, 0)",
+        "longest = positions.count(ends, positions.ways - 1)",
+        (TEST_KERNELS,), "the last tokens of a context are seen by nobody",
+    ),
+    Mutant(
+        "kernels see as far as the device that has most", "positions", NEIGHBOURS,
+        "row_length=high, row_low", "row_low",
+        (TEST_KERNELS, ON_ONE), "tokens of other sequences, or none, are seen",
+    ),
+    Mutant(
+        "kernels see what is behind windows", "positions", NEIGHBOURS,
+        "None if rows.row_low is None else low", "rows.row_low",
+        (TEST_KERNELS,), "a device sees more or less of a window than it has",
+    ),
+    Mutant(
+        "sums of kernels are to another base", "positions", SOFTMAXES,
+        "maximum = lse * math.log(2)", "maximum = lse",
+        (TEST_KERNELS, ON_ONE), "the part with the largest score counts too much",
     ),
     Mutant(
         "parts come back without their normalisers", "positions", COLLECTIVES,

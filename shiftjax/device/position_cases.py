@@ -1,0 +1,102 @@
+"""The kernels of devices that split positions, tried on one device; see `attention_cases`.
+
+It has the blocks of all, whole stripes, and answers all queries at the place of each neighbour in
+turn: nothing is exchanged. What comes together is held against the loops, which know of no places.
+Chunks of prompts are loops, and stay out of it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode_work import DecodeConfig, DecodeWork
+from pallas_kernels.rows import Rows, Sequences
+from shiftjax.device.attention_steps import Shape
+from shiftjax.models.attention import LayerPool, LayerTerms
+from shiftjax.models.attention_backend import AttentionBackend, loops_of, tuned_config
+from shiftjax.models.entry_backend import pallas_entry, pallas_write
+from shiftjax.models.neighbours import OwnPart, own_rows
+from shiftjax.models.position_backend import RowKernels
+from shiftjax.models.softmaxes import State, joined, normalised, sinks_by_row
+from shiftjax.parallel.grid import Device
+from shiftjax.parallel.positions import Positions
+
+
+class TurnWork(NamedTuple):
+    """The work of one step, for one window."""
+
+    rows: DecodeWork
+    asking: Int32[Any, " rows"]  # the position of each row
+    tiles: Any  # of the loops; None: every token of the bucket may be a row
+
+
+def tuned_in_turn(shape: Shape, device: Device) -> AttentionBackend:
+    """Return the kernels that serve a shape."""
+    own_size = shape.block_size // shape.ways
+    config, _ = tuned_config(shape.layout, device, own_size, shape.deterministic)
+    return in_turn(shape, config.decode)
+
+
+def in_turn(shape: Shape, config: DecodeConfig, interpret: Any = False) -> AttentionBackend:
+    """Return attention whose rows are answered place by place; `interpret` is for tests alone."""
+    model, stripe = shape.layout.model, shape.block_size
+    positions = Positions(shape.ways, stripe // shape.ways)
+    kernels = RowKernels(model, positions, config, interpret)
+    loops = loops_of(model, stripe)
+
+    def divide_rows(rows: Rows, num_rows: int) -> tuple[TurnWork, ...]:
+        asking = np.zeros(num_rows, np.int32)
+        asking[: len(rows.length)] = rows.length - 1
+        return tuple(TurnWork(work, asking, None) for work in kernels.divide(rows, num_rows))
+
+    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
+        sequences = Sequences(seq_lens, query_start_loc, num_decodes, num_rows)
+        works = divide_rows(sequences.rows, sequences.most_rows)
+        if num_tokens is None:
+            return works
+        sizes = {"num_tokens": num_tokens, "num_rows": num_rows}
+        of_loops = loops.divide(block_tables, seq_lens, query_start_loc, num_decodes, **sizes)
+        return tuple(work._replace(tiles=own) for work, own in zip(works, of_loops, strict=True))
+
+    def attend(q, pool, metadata, terms):
+        work = metadata.work[terms.window]
+        out = attend_rows(q, pool, metadata.block_tables, metadata.work, terms)
+        if work.tiles is None:
+            return out
+        others = tuple(each.tiles for each in metadata.work)
+        in_tiles: Any = loops.attend(q, pool, metadata._replace(work=others), terms)
+        is_row = jnp.arange(q.shape[0]) < metadata.query_start_loc[metadata.num_decodes]
+        return jnp.where(is_row[:, None, None], out, in_tiles)
+
+    def attend_rows(q, pool, block_tables, works, terms: LayerTerms):
+        work, count = works[terms.window], min(q.shape[0], works[0].asking.shape[0])
+        parts = [
+            answer(q[:count], place, pool, block_tables, work, terms)
+            for place in range(positions.ways)
+        ]
+        state = joined(State(*(jnp.stack(each) for each in zip(*parts, strict=True))))
+        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(q[:count].shape)
+        return jnp.pad(out.astype(q.dtype), ((0, q.shape[0] - count), (0, 0), (0, 0)))
+
+    def answer(
+        q: Float[Array, "rows heads head_dim"],
+        place: int,
+        pool: LayerPool,
+        block_tables: Int32[Array, "seqs blocks_per_seq"],
+        work: TurnWork,
+        terms: LayerTerms,
+    ) -> State:
+        own = slice(place * positions.block, (place + 1) * positions.block)
+        part, window = OwnPart(positions, jnp.int32(place)), model.windows[terms.window]
+        rows: Any = own_rows(work.rows, window, work.asking, part)
+        return kernels.states(q, tuple(x[:, :, own] for x in pool), block_tables, rows, terms)
+
+    def write(pool, k, v, slot_mapping, terms: LayerTerms):
+        return pallas_write(pool, k, v, slot_mapping, terms, interpret)
+
+    entry = pallas_entry(interpret, pads=False)
+    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write, 0)._replace(
+        enter=entry
+    )

@@ -1,0 +1,159 @@
+"""Attention kernels on devices that split positions: each has a part of every context.
+
+rows      neighbours gather queries; the decode kernel answers all of them at a device's own
+          positions, which are a sequence without holes; parts come together as those of the loops
+tiles     chunks of prompts are XLA loops over what is gathered (`gathered_tiles.py`)
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.decode_work import LEAST_ROUNDS, DecodeConfig, DecodeWork, divide_decode
+from pallas_kernels.decode_work import num_workers as workers_of
+from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.window import first_seen
+from shiftjax.arch.config import ModelConfig
+from shiftjax.models.attention import (
+    AttentionMetadata,
+    LayerPool,
+    LayerTerms,
+    LoopOptions,
+)
+from shiftjax.models.attention_table import AttentionBackend
+from shiftjax.models.attention_work import (
+    AttentionWork,
+    check_contexts,
+    divide_gathered,
+    loop_sizes,
+)
+from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write
+from shiftjax.models.gathered_tiles import in_gathered_tiles
+from shiftjax.models.neighbours import localise_by, neighbours_of
+from shiftjax.models.softmaxes import State, normalised, of_normalised, sinks_by_row
+from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.positions import Positions
+
+
+class RowKernels(NamedTuple):
+    """The decode kernel at a part of the positions, of one KV head."""
+
+    model: ModelConfig
+    positions: Positions
+    config: DecodeConfig
+    interpret: Any = False
+
+    def divide(self, rows: Rows, num_rows: int) -> tuple[DecodeWork, ...]:
+        """Return the work of rows for each window: from the first to the last that a device has.
+
+        What a device has not of it is cut off in the step (`neighbours.localised`).
+        """
+        positions, found = self.positions, []
+        ends = np.asarray(rows.length, np.int64)
+        longest = positions.count(ends, 0)
+        for window in self.model.windows:
+            low = None
+            if window is not None:
+                oldest = np.maximum(first_seen(ends - 1, window), 0)
+                low = positions.count(oldest, positions.ways - 1)
+            own = Rows(rows.seq, longest, low)
+            sizes = {"kv_heads": 1, "window": window, "config": self.config}
+            found.append(divide_decode(own, num_rows, **sizes))
+        return tuple(found)
+
+    def states(
+        self,
+        q: Float[Array, "rows heads_of_all head_dim"],
+        pool: LayerPool,
+        block_tables: Int32[Array, "seqs blocks_per_seq"],
+        work: DecodeWork,
+        terms: LayerTerms,
+    ) -> State:
+        """Return the softmaxes of rows over what a device has of their contexts.
+
+        The work is that of the device.
+        """
+        from pallas_kernels.call import AttentionOptions, PagedKV
+        from pallas_kernels.decode import decode_parts
+
+        model = self.model
+        scores = model.attention_scale, model.windows[terms.window], model.attention_soft_cap
+        options = AttentionOptions(*scores, kv_scales(terms), interpret=self.interpret)
+        k, v = terms.own(pool)
+        kv = PagedKV(k, v, block_tables, None)  # rows say how much they see
+        values, lse = decode_parts(q, kv, work, options, self.config)
+        return of_normalised(values[:, None], lse[:, None])
+
+
+def position_attention(
+    layout: Layout, config: DecodeConfig, block_size: int, *, interpret: Any = False
+) -> AttentionBackend:
+    """Return the kernels of devices that split positions, in blocks that are stripes of theirs.
+
+    Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
+    tests alone.
+    """
+    model, neighbours = layout.model, neighbours_of(layout, block_size)
+    assert neighbours is not None
+    kernels = RowKernels(model, neighbours.positions, config, interpret)
+    sizes = loop_sizes("gpu", exchanges=True)
+
+    def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
+        check_contexts(block_tables, seq_lens, block_size)
+        sequences = Sequences(seq_lens, query_start_loc, num_decodes, num_rows)
+        rows = kernels.divide(sequences.rows, sequences.most_rows)
+        if num_tokens is None:
+            return tuple(AttentionWork(each, None) for each in rows)
+        own = {"num_tokens": num_tokens, "block_size": block_size, "sizes": sizes}
+        each = zip(rows, model.windows, strict=True)
+        return tuple(
+            AttentionWork(work, *divide_gathered(sequences, window=window, **own))
+            for work, window in each
+        )
+
+    @jax.jit  # layers of a window share what is traced and lowered, once a step
+    def attend(q, pool: LayerPool, metadata: AttentionMetadata, terms: LayerTerms):
+        work, tables = metadata.work[terms.window], metadata.block_tables
+        dtype, q = q.dtype, _by_head(q)
+        out = of_rows(q, pool, tables, work.rows, terms)
+        if work.tiles is not None:
+            own = model.windows[terms.window], terms.kv_scales, terms.sinks
+            own = *own, sizes, model.frees_blocks, neighbours
+            options = LoopOptions(model.attention_scale, model.attention_soft_cap, *own)
+            tables = terms.block_tables(pool, tables)
+            out = in_gathered_tiles(q, out, pool, tables, work, options)
+        return out.astype(dtype)
+
+    @jax.jit
+    def attend_rows(q, pool: LayerPool, block_tables, work, terms: LayerTerms):
+        out = of_rows(_by_head(q), pool, block_tables, work[terms.window], terms)
+        return out.astype(q.dtype)
+
+    def of_rows(q, pool, block_tables, work: DecodeWork, terms: LayerTerms):
+        tokens, heads, head_dim = q.shape
+        count = min(tokens, work.row_length.shape[0])
+        asked = neighbours.gather_queries(q[:count])
+        state = neighbours.join(kernels.states(asked, pool, block_tables, work, terms))
+        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, head_dim)
+        return jnp.pad(out.astype(q.dtype), ((0, tokens - count), (0, 0), (0, 0)))
+
+    def write(pool, k, v, slot_mapping, terms: LayerTerms):
+        return pallas_write(pool, k, v, slot_mapping, terms, interpret)
+
+    reads = LEAST_ROUNDS * config.kv_tile * workers_of(config.num_blocks, 1) * layout.position_ways
+    if config.fixed_rounds is not None:
+        reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
+    own = divide, kernels.divide, attend, attend_rows, jax.jit(write), reads
+    localise = localise_by(neighbours, model.windows)
+    entry = pallas_entry(interpret, pads=False)
+    return AttentionBackend("pallas", *own, localise, enter=entry)
+
+
+def _by_head(q: Any) -> Float[Array, "tokens heads head_dim"]:
+    """Return queries as neighbours gather them; those that a kernel has made have their type."""
+    from pallas_kernels.queries import Queries, by_head
+
+    return by_head(q, q.values.dtype) if isinstance(q, Queries) else q

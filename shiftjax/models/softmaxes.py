@@ -1,0 +1,65 @@
+"""Softmaxes under way: what attention knows of a row before it has seen all of its context.
+
+Parts of a context can be taken in any order, by anybody, and put together: the online softmax
+(Milakov and Gimelshein, arXiv 1805.02867).
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+LOWEST = -1e30  # the maximum over no keys: finite, so that exp(-inf - LOWEST) is 0 and not NaN
+
+
+class State(NamedTuple):
+    """An online softmax under way, float32; the output is `weighted / total`."""
+
+    maximum: Float[Array, "lanes cached rows"]  # largest score so far
+    total: Float[Array, "lanes cached rows"]  # sum of exp(score - maximum)
+    weighted: Float[Array, "lanes cached rows width"]  # the same sum, each times its value
+
+
+def of_normalised(
+    values: Float[Array, "lanes cached rows width"], lse: Float[Array, "lanes cached rows"]
+) -> State:
+    """Return what has given such output; `lse` are base-2 logarithms of the sums."""
+    maximum = lse * math.log(2)
+    return State(maximum, jnp.ones_like(maximum), values)
+
+
+def joined(parts: State) -> State:
+    """Return the softmaxes over several parts of their contexts, which are along a first axis.
+
+    Summed in the order of the parts.
+    """
+    maximum, total, weighted = parts
+    highest = maximum.max(0)
+    gain = jnp.exp(maximum - highest[None])
+    return State(highest, (gain * total).sum(0), (gain[..., None] * weighted).sum(0))
+
+
+def normalised(
+    state: State, sinks: Float[Array, "cached rows"] | None
+) -> Float[Array, "lanes cached rows width"]:
+    """Return the output of a softmax; zeros where no key was seen.
+
+    `sinks` are scores without values, which only now take part: once, in however many parts a
+    context was taken.
+    """
+    if sinks is None:
+        return state.weighted / jnp.where(state.total == 0, 1.0, state.total)[..., None]
+    maximum = jnp.maximum(state.maximum, sinks[None])
+    decay = jnp.exp(state.maximum - maximum)
+    total = state.total * decay + jnp.exp(sinks[None] - maximum)
+    return state.weighted * (decay / total)[..., None]
+
+
+def sinks_by_row(
+    sinks: Float[Array, " heads"] | None, cached: int, times: int = 1
+) -> Float[Array, "cached rows"] | None:
+    """Return the sinks of the rows of a state, which has each head so many times."""
+    if sinks is None:
+        return None
+    return jnp.tile(sinks.astype(jnp.float32).reshape(cached, -1), (1, times))
