@@ -258,7 +258,8 @@ class CacheOptions:
     kv_split: Literal["auto", "position", "replicate"] = option(
         "auto",
         "devices with the same heads of keys and values hold a part of the positions each, or "
-        "copies; auto: copies, unless these do not hold the longest context, or are of latents",
+        "copies; auto: copies, unless parts pay by predicted costs, only they hold the longest "
+        "context, or they are of latents",
     )
     prefix_caching: bool = option(
         True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)

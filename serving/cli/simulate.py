@@ -112,7 +112,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         with_switch_in_words(
             target, best, best_of(estimates[len(own) :], workload, arguments.goal)
         ),
-        positions_in_words(target, best, workload),
+        positions_in_words(target, own[0] if own else best, workload),
         hosts_in_words(target, workload, **settings),
         gather_in_words(target, **settings),
     )

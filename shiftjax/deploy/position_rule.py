@@ -4,7 +4,9 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.options import ConfigError
@@ -30,7 +32,7 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
             return deployment
         words = "has layers that differ in how many devices cache the same"
         raise ConfigError([f"kv_split = position: {layout.model.name} {words}: use replicate"])
-    if wanted == "auto" and not _is_needed(config, deployment, split, devices):
+    if wanted == "auto" and not _is_needed(deployment, split, devices):
         return deployment
     _check_blocks(config, split)
     words = "%d devices split the positions of what they cache: KV blocks of %d tokens, %d on each"
@@ -78,23 +80,38 @@ def on_one_stripe(deployments: Sequence[Deployment]) -> list[Deployment]:
     return found
 
 
-def _is_needed(
-    config: EngineConfig, whole: Deployment, split: Deployment, devices: Devices
-) -> bool:
-    """Whether split positions hold a sequence as long as may be, and copies do not.
+class ByRule(NamedTuple):
+    """What `auto` does whatever costs say, and why."""
 
-    Prompts have no kernels there: what has such never splits unasked. Latents have no kernels at
-    all, and a copy on every device: they always split.
-    """
-    if whole.num_blocks:
-        return False
-    if whole.layout.model.latent is not None:
-        return True
-    if devices.has_kernels and config.compile.attention != "xla":
-        return False
-    widest = (each.of_width(max(each.by_width)) for each in (whole, split))
-    longest = (each.longest_in(each.memory(devices)) for each in widest)
-    return next(longest) < whole.max_model_len <= next(longest)
+    splits: bool
+    words: str
+
+
+def why_by_rule(
+    model: ModelConfig, devices: Devices, attention: str, num_blocks: int | None
+) -> ByRule | None:
+    """What `auto` does with what may split, by the settings; None: that is left to costs."""
+    if num_blocks:
+        return ByRule(False, "num_blocks says how many blocks there are")
+    if model.latent is not None:
+        return ByRule(True, "of latents every device would hold a copy")
+    if devices.has_kernels and attention != "xla":
+        return ByRule(False, "attention to split positions has no kernels for prompts")
+    return None
+
+
+def _is_needed(whole: Deployment, split: Deployment, devices: Devices) -> bool:
+    """Whether the rule splits, or copies hold no sequence as long as may be, as parts do."""
+    rule = why_by_rule(whole.layout.model, devices, whole.attention, whole.num_blocks)
+    if rule is None:
+        widest = (each.of_width(max(each.by_width)) for each in (whole, split))
+        held = [each.longest_in(each.memory(devices)) for each in widest]
+        longest = whole.max_model_len
+        words = f"copies hold {held[0]} tokens, parts {held[1]}, and a sequence has {longest}"
+        rule = ByRule(held[0] < longest <= held[1], words)
+    does = "split positions" if rule.splits else "hold copies"
+    logger.info("kv_split = auto: devices %s: %s", does, rule.words)
+    return rule.splits
 
 
 def _check_blocks(config: EngineConfig, split: Deployment) -> None:

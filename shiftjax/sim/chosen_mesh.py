@@ -14,6 +14,7 @@ from shiftjax.deploy.expert_storage import experts_setting, ways_of
 from shiftjax.options import ConfigError
 from shiftjax.sim.best_row import best_of
 from shiftjax.sim.estimate import Workload
+from shiftjax.sim.kv_positions import with_chosen_split
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.planning import all_deployments
 from shiftjax.sim.stored_experts import estimate_stored
@@ -39,12 +40,14 @@ def leaves_mesh_open(config: EngineConfig, target: Target) -> bool:
 
 
 def with_costs(config: EngineConfig, target: Target) -> EngineConfig:
-    """Return the settings with what costs say of a model with experts, where they leave it open.
+    """Return the settings with what costs say, where they leave it open.
 
-    Its mesh and experts (`with_chosen_mesh`), and the cost policy: a threshold knows base and shift
-    alone, and modes between them gather less than base and move less than shift.
+    Whether devices split positions of KV; of a model with experts its mesh and experts, too
+    (`with_chosen_mesh`), and the cost policy: a threshold knows base and shift alone, and modes
+    between them gather less than base and move less than shift.
     """
-    chosen, scheduler = with_chosen_mesh(config, target), config.scheduler
+    chosen = with_chosen_split(with_chosen_mesh(config, target), target)
+    scheduler = config.scheduler
     is_open = scheduler.policy is None and scheduler.shift_threshold is None
     has_modes = chosen.parallel.sp != 1 or config.fleet.fleet
     if target.model.experts is None or not (is_open and has_modes) or config.parallel.phases:

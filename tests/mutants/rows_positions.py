@@ -4,6 +4,7 @@ from mutant import Mutant
 
 POSITIONS = "shiftjax/parallel/positions.py"
 NEIGHBOURS = "shiftjax/models/neighbours.py"
+CHOICE = "shiftjax/sim/kv_positions.py"
 GATHERED = "shiftjax/models/gathered_tiles.py"
 SOFTMAXES = "shiftjax/models/softmaxes.py"
 WORK = "shiftjax/models/attention_work.py"
@@ -19,6 +20,7 @@ TEST_ATTENTION = "tests/models/test_split_attention.py"
 TEST_GATHERED = "tests/models/test_gathered_tiles.py"
 TEST_KERNELS = "tests/models/test_position_backend.py"
 ON_ONE = "tests/device/test_position_cases.py"
+TEST_CHOICE = "tests/sim/test_kv_positions.py"
 TEST_COSTS = "tests/costs/test_step_costs.py"
 TEST_RULE = "tests/deploy/test_position_rule.py"
 TEST_MOVER = "tests/fleet/test_mover_device.py"
@@ -118,6 +120,16 @@ ROWS = (
         "math.ceil(context / self.split.gathered) * self.split.gather",
         "math.ceil(tokens / self.split.gathered) * self.split.gather",
         (TEST_COSTS,), "chunks behind long contexts are priced as first ones",
+    ),
+    Mutant(
+        "what a request alone loses does not count", "positions", CHOICE,
+        "return self.gain > LEAST_GAIN * self.loss", "return self.gain > LEAST_GAIN",
+        (TEST_CHOICE,), "each token waits for exchanges that nobody needs",
+    ),
+    Mutant(
+        "costs decide where prompts lose their kernels", "positions", RULE,
+        'if devices.has_kernels and attention != "xla":', "if False:",
+        (TEST_CHOICE, TEST_RULE), "prompts run several times slower, unasked",
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
