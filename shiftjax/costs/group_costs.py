@@ -130,8 +130,10 @@ class PipelineCosts:
         return self._send_seconds(num_tokens)
 
     def host_seconds(self, work: Work) -> float:
-        """Seconds that the host needs to prepare and finish a step."""
-        return self.engine.host(work.num_sequences, self._num_devices)
+        """Seconds that the host needs to prepare, launch and finish a step."""
+        layers = max(stage.model.num_layers for stage in self.stages)  # each has a host process
+        launches = self.engine.eager_seconds(work.num_tokens, layers)
+        return launches + self.engine.host(work.num_sequences, self._num_devices)
 
     def mode_seconds(self, mode: Mode, size: tuple[int, int]) -> float:
         """Seconds in all stages but for attention: where stages are alike, S times an interval."""

@@ -137,7 +137,8 @@ class EngineOverhead:
     The host prepares a step in `host_seconds`, and `host_seconds_distributed` more where a group
     has several devices, and `host_seconds_per_sequence`; unless the engine `overlaps`, the
     devices wait for it. Steps of more than `graph_tokens` tokens are not replayed from a
-    recorded graph: their kernels cannot start faster than `eager_kernel_seconds` each. The front
+    recorded graph: their kernels cannot start faster than `eager_kernel_seconds` each, and the host
+    takes `eager_layer_seconds` for the launches of a layer, where it launches one by one. The front
     end's `stream_seconds` count as the host's: engines that do not overlap wait for them, too.
     """
 
@@ -158,9 +159,11 @@ class EngineOverhead:
     request_seconds: float = 0.0  # of the process, before the engine sees a request
     chat_seconds: float = 0.0  # of the process, more for a chat
     chat_latency_seconds: float = 0.0  # more for a chat, while the process is free for others
+    eager_layer_seconds: float = 0.0  # of the host, for a layer of a step without a graph
     stream_seconds: float = 0.0  # of a token of each stream beyond `free_streams`
     free_streams: int = 0  # whose tokens are written beside the step
     pool_of_free: bool = False  # `memory_fraction` is of what weights and workspaces leave
+    steps_beside_pool: bool = False  # steps use what `memory_fraction` leaves: SGLang
     prompts_first: bool = False  # decodes wait while prompts can be computed
     mixes_attention: bool = False  # one kernel computes the decodes and prompts of a step
     full_rate_codes: bool = False  # FP8 KV is read at bfloat16's share of the memory's rate
@@ -206,6 +209,10 @@ class EngineOverhead:
         streams = max(0, num_sequences - self.free_streams) * self.stream_seconds
         sequences = num_sequences * self.host_seconds_per_sequence
         return self.host_seconds + distributed + sequences + streams
+
+    def eager_seconds(self, num_tokens: int, num_layers: int) -> float:
+        """Return the host's seconds for launches of a step that no graph replays."""
+        return num_layers * self.eager_layer_seconds if num_tokens > self.graph_tokens else 0.0
 
     @property
     def offline(self) -> "EngineOverhead":

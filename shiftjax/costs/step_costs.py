@@ -143,8 +143,9 @@ class CostModel:
         return self.device_seconds(mode, work) + self.host_seconds(work)
 
     def host_seconds(self, work: Work) -> float:
-        """Seconds that the host needs to prepare and finish a step."""
-        return self.engine.host(work.num_sequences, self.layout.num_devices)
+        """Seconds that the host needs to prepare, launch and finish a step."""
+        launches = self.engine.eager_seconds(work.num_tokens, self.model.num_layers)
+        return launches + self.engine.host(work.num_sequences, self.layout.num_devices)
 
     def device_seconds(self, mode: Mode, work: Work) -> float:
         """Return the seconds of a step on the devices, without the host."""

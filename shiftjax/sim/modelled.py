@@ -127,6 +127,9 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
         kept = memory.weight_bytes + memory.shift_weight_bytes + memory.workspace_bytes
         more = int((1 - deployment.memory_fraction) * kept)
         memory = memory._replace(kv_bytes=memory.kv_bytes + more)
+    if target.engine.steps_beside_pool:
+        outside = int(deployment.memory_fraction * target.reserved_bytes(deployment))
+        memory = memory._replace(kv_bytes=memory.kv_bytes + memory.workspace_bytes - outside)
     if not deployment.num_blocks:
         return memory
     pool = deployment.num_blocks * deployment.block_bytes

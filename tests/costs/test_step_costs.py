@@ -280,6 +280,13 @@ def test_many_rows_and_exchanges_have_launches_of_their_own():
         assert more == pytest.approx(TINY.num_layers * count), (mode, tokens)
 
 
+def test_the_host_launches_layers_of_steps_that_no_graph_replays():
+    engine = replace(NO_OVERHEAD, graph_tokens=512, eager_layer_seconds=0.1)
+    one = costs(engine=engine)
+    host = {n: one.host_seconds(Work(n, 0, n, 0, n, 0)) for n in (512, 513)}
+    assert host == {512: 0.0, 513: pytest.approx(0.1 * TINY.num_layers)}
+
+
 def test_widths_of_codes_are_those_of_whole_blocks_on_each_device():
     """Of 17,920, as in phi-4, 140 blocks of 128 become 144 on 8 devices; others' stay as they are.
 

@@ -179,6 +179,12 @@ ROWS: tuple[Mutant, ...] = (
         "few streams look slow",
     ),
     Mutant(
+        "graphs replay steps of any size", "costs", MACHINE,
+        "if num_tokens > self.graph_tokens else 0.0", "if num_tokens < 0 else 0.0",
+        ("tests/costs/test_step_costs.py",),
+        "a thousand decodes look as quick as graphs of 512 would make them",
+    ),
+    Mutant(
         "a batch has a front end", "costs", MACHINE,
         "replace(self.completions, request_seconds=0.0, stream_seconds=0.0)", "self",
         (TEST_FRONT,),
@@ -195,6 +201,12 @@ ROWS: tuple[Mutant, ...] = (
         "inner = -(-inner // ways)", "inner = inner",
         ("tests/costs/test_fused_experts.py",),
         "mixtures of experts on eight devices look as slow as on one",
+    ),
+    Mutant(
+        "steps of SGLang take memory from its share", "costs", "shiftjax/sim/modelled.py",
+        "memory.kv_bytes + memory.workspace_bytes - outside", "memory.kv_bytes",
+        ("tests/sim/test_kv_sizes.py",),
+        "fewer requests run than do",
     ),
     Mutant(
         "no room is kept for answers", "costs", "shiftjax/sim/prompts_first.py",

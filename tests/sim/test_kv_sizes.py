@@ -113,3 +113,16 @@ def test_a_share_of_what_is_free_leaves_room_beside_large_weights():
     assert free.kv_bytes == pytest.approx(0.9 * (target.machine.memory_bytes - kept), rel=1e-6)
     assert all_.kv_bytes == pytest.approx(0.9 * target.machine.memory_bytes - kept, rel=1e-6)
     assert free.num_kv_tokens > 80 * 420 > 1.4 * all_.num_kv_tokens
+
+
+def test_steps_of_sglang_have_what_its_share_leaves():
+    """Its default for eight H100, 0.818 (docs/simulator.md): 10 GB of KV beside Qwen3-235B."""
+    options = {"model": "qwen3-235b-a22b", "machine": "h100x8", "engine": "sglang"}
+    target = target_from(options)
+    settings = "dp=1,sp=1,tp=8,policy=base,memory_fraction=0.818,max_num_batched_tokens=8192"
+    deployment = deploy(target, settings)
+    memory, free = memory_of(target, deployment), target.machine.memory_bytes
+    free -= target.reserved_bytes(deployment)
+    assert memory.kv_bytes == pytest.approx(0.818 * free - memory.weight_bytes, rel=1e-6)
+    assert 0.182 * free > memory.workspace_bytes - target.reserved_bytes(deployment)
+    assert 8e9 < memory.kv_bytes < 11e9
