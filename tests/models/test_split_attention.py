@@ -25,8 +25,8 @@ from shiftjax.parallel.positions import Positions
 
 SPLIT = Positions(4, 4)
 DEVICES = 8
-# Rows in several parts and waves, tiles in several rounds.
-SMALL = LoopSizes(lambda rows: RowLoop(4, -(-(rows + 4) // 4), 8), 48, 32, gathered=32, gathers=2)
+# Rows in several parts and waves, tiles in rounds of no whole number of chunks.
+SMALL = LoopSizes(lambda rows: RowLoop(4, -(-(rows + 4) // 4), 8), 48, 48, gathered=32, gathers=2)
 AT_STRIPES = [1, 3, 4, 5, 15, 16, 17, 31, 33]
 STEPS_HERE = STEPS | {"decodes at stripes": ([1] * 9, AT_STRIPES, 16, 16)}
 
