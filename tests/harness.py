@@ -24,8 +24,9 @@ from shiftjax.device.pack import step_inputs
 from shiftjax.device.place import define, load
 from shiftjax.device.pool import PoolOptions, as_stored, in_shape, make_pools
 from shiftjax.models.attention_backend import loops_of
+from shiftjax.models.entry_backend import Entry
 from shiftjax.models.exchange import Parallel
-from shiftjax.models.layers import Context, LogitRows, rope_tables
+from shiftjax.models.layers import Context, LogitRows, ropes_of_step
 from shiftjax.parallel.grid import TOKEN_AXES, Mode
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
@@ -112,8 +113,12 @@ def forwards(
     num_rows: int | None = None,
     formats: Formats | None = None,
     experts: tuple[int, int] = (1, 1),
+    enter: Entry | None = None,
 ):
-    """Yield what `forward` returns of each prompt: all are padded to one size, of one program."""
+    """Yield what `forward` returns of each prompt: all are padded to one size, of one program.
+
+    With `enter`, that takes heads from their product to attention.
+    """
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp, experts_sp=experts[0])
     used = Mode(sp, experts[1])
@@ -124,7 +129,7 @@ def forwards(
     params = weights.of(mode, stored, used)
     size = max(map(len, prompts))
     tokens = round_up(size, sp * tp)
-    attention = loops_of(source.config, BLOCK_SIZE)
+    attention = loops_of(source.config, BLOCK_SIZE)._replace(enter=enter)
     kv = FORMATS[model.formats.kv].dtype
     pool = PoolOptions(2 + size // BLOCK_SIZE, BLOCK_SIZE, tokens, kv)
     bucket, no_key = Bucket(tokens, tokens), np.zeros(2, np.uint32)
@@ -133,8 +138,9 @@ def forwards(
     def run(params, pools, inputs):
         pools = in_shape(pools, layout, BLOCK_SIZE)
         llama = model.merge(weights.local(mode, params, used))
-        ropes = rope_tables(parallel.local_tokens(inputs.positions), source.config)
-        context = Context(ropes, inputs.attention, attention, parallel)
+        of_all = inputs.positions, source.config, parallel
+        ropes, whole = ropes_of_step(*of_all, enters=enter is not None)
+        context = Context(ropes, inputs.attention, attention, parallel, whole_ropes=whole)
         streams, pools = llama(inputs.token_ids, pools, context)
         hidden = [llama.hidden_states(each, parallel) for each in streams]
         rows = LogitRows(inputs.sample_rows, inputs.positions, inputs.late)

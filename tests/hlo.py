@@ -60,9 +60,11 @@ def product_flops(text: str) -> int:
 
 
 def expected_collectives(
-    layout: Layout, mode: Mode, tokens: int, rows: int, item_bytes: int
+    layout: Layout, mode: Mode, tokens: int, rows: int, item_bytes: int, block: int = 0
 ) -> Counter:
     """What the published algorithm moves (bytes of results per device).
+
+    Heads return as codes of a byte with a float32 scale for each `block` of them; 0: as numbers.
 
     Per layer: two all-reduces of n / sp tokens over the devices that split a weight; where tokens
     are split (not in SHIFT), one all-to-all of q, k, v and one of the output over sp. Beside the
@@ -80,7 +82,9 @@ def expected_collectives(
         h, m = layout.heads_per_device, layout.kv_heads_per_device
         head = tokens * model.head_dim * item_bytes
         found["all-to-all", head * (h + 2 * m)] += model.num_layers
-        found["all-to-all", head * h] += model.num_layers
+        columns = h * model.head_dim
+        coded = tokens * (columns + FLOAT32_BYTES * columns // block) if block else head * h
+        found["all-to-all", coded] += model.num_layers
         found["all-reduce", rows * hidden] += 1
     if layout.num_devices > 1:
         found["all-reduce", rows * layout.num_devices * 3 * FLOAT32_BYTES] += 1

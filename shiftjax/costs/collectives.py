@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
-from shiftjax.arch.formats import Formats
+from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
@@ -19,6 +19,7 @@ SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for no
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
 SAMPLE_BYTES = 12  # of a device for a row: its best id, how good that is, and what is wrong
+SCALE_BYTES = 4  # of a block of codes of a token
 STATE_BYTES = 4  # of each number of a softmax under way
 PAIR_BYTES = 8  # an id and a number; or a sum of exponentials and the chosen logit
 TOP_IDS = 20  # most likely tokens that a row may ask for
@@ -36,6 +37,19 @@ class Collective(NamedTuple):
     stride: int = 1  # from one of them to the next, in devices: `parallel.grid.strides`
 
 
+class Carried(NamedTuple):
+    """What activations take where devices exchange them."""
+
+    number_bytes: int
+    codes: bool = False  # heads come back as the codes that o multiplies
+
+
+def carried(formats: Formats) -> Carried:
+    """Return what our programs carry."""
+    has_codes = formats.has_codes_of_inputs and not FORMATS[formats.weights].of_experts
+    return Carried(formats.activation_bytes, has_codes)
+
+
 def layer_collectives(
     layout: Layout,
     mode: Mode,
@@ -44,13 +58,15 @@ def layer_collectives(
     *,
     experts: Mode | None = None,
     has_kv: bool = True,
+    codes: bool = False,
 ) -> list[Collective]:
     """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
 
     Both all-reduces (after o and after down) carry n / sp tokens over the devices that split a
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all brings each device n tokens of its query heads and of what it caches, or of query
-    heads alone in layers without KV of their own. Another carries the output, n of its heads. Norms
+    heads alone in layers without KV of their own. Another carries the output, n of its heads: with
+    `codes` a byte of each number, and the scales of blocks. Norms
     of all heads sum two numbers a token over the devices that split a weight. Latents go to all
     devices in an all-gather, beside the query heads.
 
@@ -62,6 +78,9 @@ def layer_collectives(
         each * layout.heads_per_device * width
         for width in (layout.model.query_dim, layout.model.value_dim)
     )
+    if codes and layout.model.latent is None:
+        columns, (block, _) = sums // activation_bytes // num_tokens, layout.heads_of_block
+        sums = num_tokens * (columns + SCALE_BYTES * columns // block)
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if experts else 2)]
     weights, tokens = strides(mode, layout.tp)
     cached = each * layout.cache.numbers if has_kv else 0
@@ -97,13 +116,14 @@ def parts_collectives(
     mode: Mode,
     num_tokens: int,
     parts: LayerParts,
-    activation_bytes: int,
+    carried: Carried,
     experts: Mode | None = None,
 ) -> list[Collective]:
     """What a layer of these parts moves; see `layer_collectives`. Experts None: as in SHIFT."""
-    own = layout.shapes[parts.heads], mode, num_tokens, activation_bytes
+    own = layout.shapes[parts.heads], mode, num_tokens, carried.number_bytes
     used = (experts or layout.shift) if parts.has_experts else None
-    return layer_collectives(*own, experts=used, has_kv=parts.num_kv > 0)
+    has_kv = parts.num_kv > 0
+    return layer_collectives(*own, experts=used, has_kv=has_kv, codes=carried.codes)
 
 
 def gather_of_experts(
@@ -314,7 +334,7 @@ def step_collectives(
     """
     activation_bytes, of_layers = formats.activation_bytes, []
     for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
-        moves = parts_collectives(layout, mode, num_tokens, parts, activation_bytes, experts)
+        moves = parts_collectives(layout, mode, num_tokens, parts, carried(formats), experts)
         of_layers += _times(moves, count)
     return [
         *of_layers,

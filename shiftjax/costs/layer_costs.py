@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.attention_part import absorbed_numbers, attention_products
-from shiftjax.costs.collectives import Collective, parts_collectives
+from shiftjax.costs.collectives import Collective, carried, parts_collectives
 from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
 from shiftjax.costs.kernel_costs import KernelCosts
@@ -53,6 +53,8 @@ class LayerCosts:
         self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
         self.expert_modes = ExpertModes(layout, self._quickest)
         self.switch = switch_sums(layout, self.machine, engine, kernels.formats)
+        own = carried(kernels.formats)
+        self.carried = own if engine.layer_launches else own._replace(codes=False)
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
 
     def _quickest(self, layout: Layout, mode: Mode, num_tokens: int) -> ExpertMode:
@@ -91,7 +93,6 @@ class LayerCosts:
         if not count:
             return StepCost(), 0
         layout, formats = self.layout.shapes[parts.heads], self.kernels.formats
-        width = formats.activation_bytes
         part = None
         if parts.has_experts and num_tokens:
             routing = self.routing if used is None else None  # it changes no program
@@ -99,7 +100,7 @@ class LayerCosts:
             of_experts = layout, (mode, used), num_tokens, routing
             part = expert_part(self.kernels, self.engine, *of_experts)
         products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
-        moves = parts_collectives(self.layout, mode, num_tokens, parts, width, used)
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, self.carried, used)
         moves, switched = self.switch.split(mode, num_tokens, parts, moves)
         engine, own = self.engine, (formats.dense, num_tokens // mode.sp)
         exchanges = mode.sp > 1
@@ -122,7 +123,7 @@ class LayerCosts:
         """Launches of a layer in the middle, in a step of so many tokens; exchanges included."""
         parts = self.model.parts[self.model.num_layers // 2]
         used = self.expert_modes(mode, num_tokens) if parts.has_experts else None
-        moves = parts_collectives(self.layout, mode, num_tokens, parts, 1, used)
+        moves = parts_collectives(self.layout, mode, num_tokens, parts, self.carried, used)
         return self.cost(mode, num_tokens, 1, parts, used)[1] + sum(m.num_times for m in moves)
 
     def _layer_products(
@@ -181,7 +182,8 @@ class LayerCosts:
         if part is not None:
             numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t
         if mode.sp > 1:  # packed before and unpacked after both exchanges
-            numbers += 4 * num_tokens * (2 * queries + cached)
+            each = 2 if self.engine.exchanged_launches else 4  # those of ours attend out of one
+            numbers += each * num_tokens * (2 * queries + cached)
         return self.kernels.moved(num_bytes + numbers * formats.activation_bytes)
 
     def move(self, moves: list[Collective]) -> float:

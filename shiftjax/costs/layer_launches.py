@@ -53,7 +53,7 @@ LAUNCHES: Mapping[str, Moved] = MappingProxyType(
         "rotate k": Moved(),
         "rotate and write k": Moved(),
         "cut off v": Moved(),
-        "rotate, pack": Moved(),
+        "pack": Moved(),
         "unpack": Moved(),
         "write k": Moved(),
         "write v": Moved(),

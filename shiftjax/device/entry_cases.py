@@ -132,12 +132,19 @@ def kernel(shape: EntryShape, step: EntryStep, backend: AttentionBackend) -> Out
 
 def operations(shape: EntryShape, step: EntryStep) -> Outputs:
     """Return what the model's own operations give."""
-    (values, turned), given, pool, slots, scales = draw(shape, step)
-    dtype = jnp.dtype(shape.dtype)
-    if "parts" in step.kind:
-        whole = values[0].sum(axis=0).astype(dtype)
-        values = (whole.T if turned else whole,)
-    joined = jnp.concatenate(values, axis=1).reshape(step.tokens, -1, shape.head_dim)
+    parts, given, pool, slots, scales = draw(shape, step)
+    q, k, v = made_heads(shape, parts, given)
+    return q, write_kv(pool, k, v, slots, scales)
+
+
+def made_heads(shape: EntryShape, projected: Projected, given: Given) -> tuple[jax.Array, ...]:
+    """Return q, k and v as they go to attention and into the pool, by the model's operations."""
+    values = projected.values
+    if projected.is_split:
+        whole = values[0].sum(axis=0).astype(jnp.dtype(shape.dtype))
+        values = (whole.T if projected.turned else whole,)
+    joined = jnp.concatenate(values, axis=1)
+    joined = joined.reshape(joined.shape[0], -1, shape.head_dim)
     if given.biases is not None:
         joined = joined + jnp.concatenate(given.biases).reshape(1, -1, shape.head_dim)
     q, k, v = jnp.split(joined, [shape.heads, shape.heads + shape.kv_heads], axis=1)
@@ -145,7 +152,7 @@ def operations(shape: EntryShape, step: EntryStep) -> Outputs:
         q, k = (_normed(shape, *each) for each in zip((q, k), given.norms, strict=True))
     if given.rope is not None:
         q, k = (apply_rope(each, Rope(*given.rope)) for each in (q, k))
-    return q, write_kv(pool, k, v, slots, scales)
+    return q, k, v
 
 
 def _normed(shape: EntryShape, x: jax.Array, weight: jax.Array) -> jax.Array:

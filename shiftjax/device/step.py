@@ -46,7 +46,7 @@ from shiftjax.models.attention import AttentionMetadata, ModelPools, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
-from shiftjax.models.layers import Context, LogitRows, rope_tables
+from shiftjax.models.layers import Context, LogitRows, ropes_of_step
 from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.speculator import DraftRows
@@ -269,11 +269,12 @@ class StepDef:
             inputs = self.attention.localise(inputs)
         ids = inputs.token_ids
         ids = jnp.where(ids < 0, last_tokens[jnp.maximum(-1 - ids, 0)], ids)
-        ropes = rope_tables(parallel.local_tokens(inputs.positions), self.layout.model)
+        enters = self.attention.enter is not None
+        ropes, whole = ropes_of_step(inputs.positions, self.layout.model, parallel, enters=enters)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted)
-        context = context._replace(products=self.products, norms=self.norms)
+        context = context._replace(products=self.products, norms=self.norms, whole_ropes=whole)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)
         context = context._replace(sums=self.sums.open(parallel, x, norms))

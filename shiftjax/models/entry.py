@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pallas_kernels.head_terms import Given
+from jaxtyping import Array
+
+from pallas_kernels.head_terms import Given, Projected
 from shiftjax.models.attention import LayerPool, LayerTerms
 from shiftjax.models.entry_backend import EntryShape, entry_shape, why_not_entered
+from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context
 from shiftjax.models.products import Activations, result_type
 
@@ -21,29 +24,41 @@ def enter_heads(
 ) -> tuple[Any, LayerPool, LayerTerms] | None:
     """Return queries as attention takes them, the pool with keys and values, and the layer's terms.
 
-    None: there is no such launch, heads are exchanged, or the model's own operations make them.
+    Where tokens are exchanged for heads, heads are as the product gives them until they are. None:
+    there is no such launch, or the model's own operations make heads.
     """
     config, kind, backend = layer.config, layer.kind, context.backend
-    if backend.enter is None or context.parallel.splits_tokens or why_not_entered(config, kind):
+    if backend.enter is None or why_not_entered(config, kind):
         return None
-    if (run := backend.enter(_shape(layer, x, pool))) is None:
+    if (run := backend.enter(_shape(layer, x, pool, context.parallel))) is None:
         return None
-    tables = biases = norms = None
+    tables = norms = None
     if kind.has_rope:
-        cos, sin, _ = layer.rope(context)
+        cos, sin, _ = layer.rope(context, whole=True)
         assert cos is not None and sin is not None
         tables = cos, sin
-    if config.attention_bias:
-        biases = tuple(getattr(layer, f"{name}_bias")[...].reshape(-1) for name in NAMES)
     if config.qk_norm:
         norms = layer.q_norm[...], layer.k_norm[...]
-    parts = layer.parts_of(x, NAMES, context.products)
+    parts, biases = _projected(layer, x, context)
     terms = layer.terms(context.place, context.parallel)
     return *run(parts, Given(tables, biases, norms), pool, context.metadata, terms), terms
 
 
-def _shape(layer: Attention, x: Activations, pool: LayerPool) -> EntryShape:
-    """Return the heads of this device."""
-    heads, kv_heads = (each[...].shape[0] for each in (layer.q, layer.k))
+def _projected(
+    layer: Attention, x: Activations, context: Context
+) -> tuple[Projected, tuple[Array, ...] | None]:
+    """Return what products give of this device's heads, and the biases that are to be added."""
+    if context.parallel.splits_tokens:
+        heads = context.parallel.scatter_joined(*layer.heads_of(x, NAMES, context))
+        return Projected((heads.reshape(heads.shape[0], -1),)), None
+    biases = None
+    if layer.config.attention_bias:
+        biases = tuple(getattr(layer, f"{name}_bias")[...].reshape(-1) for name in NAMES)
+    return layer.parts_of(x, NAMES, context.products), biases
+
+
+def _shape(layer: Attention, x: Activations, pool: LayerPool, parallel: Parallel) -> EntryShape:
+    """Return the heads with which this device attends."""
+    own = parallel.layout.heads_per_device, parallel.layout.kv_heads_per_device
     shape = entry_shape(layer.config, layer.kind, (result_type(x), pool[0].dtype))
-    return shape._replace(heads=heads, kv_heads=kv_heads)
+    return shape._replace(heads=own[0], kv_heads=own[1])

@@ -43,7 +43,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from shiftjax.parallel.grid import (
     ALL_AXES,
@@ -258,14 +258,19 @@ class Parallel:
         """
         if not self.splits_tokens:
             return q, k, v
-        sp, m = self.mode.sp, self.layout.kv_heads_per_device
+        h, m = self.layout.heads_per_device, self.layout.kv_heads_per_device
+        got = self.scatter_joined(q, k, v)
+        return got[:, :h], got[:, h : h + m], got[:, h + m :]
+
+    def scatter_joined(
+        self, q: AllHeads, k: AllKvHeads, v: AllKvHeads
+    ) -> Float[Array, "tokens own_heads head_dim"]:
+        """Exchange tokens for heads; what comes are heads of q, k and v, joined in this order."""
         k, v = self._replicate(k), self._replicate(v)
-        parts = [x.reshape(x.shape[0], sp, -1, x.shape[-1]) for x in (q, k, v)]
+        parts = [x.reshape(x.shape[0], self.mode.sp, -1, x.shape[-1]) for x in (q, k, v)]
         send = jnp.concatenate(parts, axis=2).swapaxes(0, 1)
         got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
-        got = got.reshape(-1, *got.shape[2:])
-        h = self.layout.heads_per_device
-        return got[:, :h], got[:, h : h + m], got[:, h + m :]
+        return got.reshape(-1, *got.shape[2:])
 
     def scatter_queries(self, q: AllHeads) -> OwnHeads:
         """Exchange tokens for heads of queries alone, where keys and values are in the cache."""
@@ -290,6 +295,26 @@ class Parallel:
         send = out.reshape(self.mode.sp, -1, *out.shape[1:])
         got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
         return got.swapaxes(0, 1).reshape(got.shape[1], -1, got.shape[-1])
+
+    def gather_codes(
+        self, values: Num[Array, "tokens heads_tp_sp"], scale: Float[Array, "blocks_tp_sp tokens"]
+    ) -> tuple[Num[Array, "tokens_sp heads_tp"], Float[Array, "blocks_tp tokens_sp"]]:
+        """Exchange heads for tokens, as codes of one byte with float32 scales of their blocks.
+
+        One all-to-all of bytes: the scales of all tokens travel behind their codes.
+        """
+        sp, (tokens, own), blocks = self.mode.sp, values.shape, len(scale)
+        each = tokens // sp
+        octets = jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(sp, -1)
+        scales = jax.lax.bitcast_convert_type(scale, jnp.uint8).reshape(blocks, sp, each, 4)
+        send = jnp.concatenate([octets, scales.swapaxes(0, 1).reshape(sp, -1)], axis=1)
+        got = jax.lax.all_to_all(send, TOKEN_AXES, split_axis=0, concat_axis=0)
+        octets, scales = jnp.split(got, [each * own], axis=1)
+        octets = octets.reshape(sp, each, own).swapaxes(0, 1).reshape(each, -1)
+        scales = scales.reshape(sp * blocks, each, 4)
+        back = zip((octets, scales), (values, scale), strict=True)
+        codes, scale = (jax.lax.bitcast_convert_type(x, to.dtype) for x, to in back)
+        return codes, scale
 
     def kv_head_shares(self) -> Float[Array, " kv_heads"]:
         """Return 1 / (how many times all devices that split weights hold it) of each KV head here.

@@ -56,6 +56,8 @@ class Context(NamedTuple):
     products: Products = XLA_PRODUCTS  # with matrices that are no experts'
     norms: NormBackend = XLA_NORMS  # of the stream
     sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's
+    # Of all tokens, where a kernel takes heads to attention that were exchanged; else `ropes`.
+    whole_ropes: tuple[Rope, ...] = ()
 
 
 def look_up(
@@ -168,6 +170,15 @@ def rope_tables(positions: Int[Array, " tokens"], config: ModelConfig) -> tuple[
     tables = (_rope_table(positions, config, rope) for rope in config.ropes)
     # The barrier keeps XLA from recomputing sines inside every layer that uses them.
     return jax.lax.optimization_barrier(tuple(tables))
+
+
+def ropes_of_step(
+    positions: Int[Array, " all_tokens"], config: ModelConfig, parallel: Parallel, *, enters: bool
+) -> tuple[tuple[Rope, ...], tuple[Rope, ...]]:
+    """Return a context's `ropes` and `whole_ropes`; `enters`: a kernel takes heads to attention."""
+    own = rope_tables(parallel.local_tokens(positions), config)
+    is_apart = enters and parallel.splits_tokens
+    return own, rope_tables(positions, config) if is_apart else own
 
 
 def _rope_table(positions: Int[Array, " tokens"], config: ModelConfig, rope: RopeKind) -> Rope:

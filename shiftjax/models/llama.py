@@ -50,7 +50,7 @@ from shiftjax.models.mla import LatentAttention
 from shiftjax.models.mlp import MLP, MoE
 from shiftjax.models.open_sums import OpenSums
 from shiftjax.models.part import Params, Part
-from shiftjax.models.products import Activations, Codes
+from shiftjax.models.products import Activations, Codes, codes_for
 from shiftjax.models.speculator import Speculator
 from shiftjax.models.stream import Addend, Stream, scaled
 
@@ -83,7 +83,7 @@ class Attention(Part):
     def terms(self, place: PoolPlace | None, parallel: Parallel | None = None) -> LayerTerms:
         """What attention must know of this layer, whose part of a pool is at `place`.
 
-        Where tokens and heads are not exchanged, the output may be codes as o reads them.
+        With `parallel`, the output may be codes as o reads them.
         """
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
@@ -91,7 +91,7 @@ class Attention(Part):
             None if scales is None else scales[...].T,
             None if sinks is None else sinks[...][:, 0],
             place,
-            None if parallel is None or parallel.splits_tokens else self._codes_into("o"),
+            None if parallel is None else self._codes_into("o"),
         )
 
     def __call__(
@@ -114,7 +114,7 @@ class Attention(Part):
     ) -> tuple[Float[Array, "all_tokens _ head_dim"], ...]:
         """Return q, k and v of this device's heads, of all tokens, as they go to attention."""
         names = ("q", "k") if self.kind.keys_are_values else ("q", "k", "v")
-        q, k, *others = self._heads(x, names, context)
+        q, k, *others = self.heads_of(x, names, context)
         v = others[0] if others else k
         if self.config.wide_qk_norm:
             q, k = self._normed_together(q, k, context.parallel)
@@ -128,7 +128,7 @@ class Attention(Part):
             v = unit_norm(v, self.config.rms_norm_eps)
         return parallel.scatter_heads(q, k, v)
 
-    def _heads(
+    def heads_of(
         self, x: Activations, names: tuple[str, ...], context: Context
     ) -> list[Float[Array, "tokens heads head_dim"]]:
         """Project to the q, k or v heads of this device."""
@@ -147,9 +147,10 @@ class Attention(Part):
             return x
         return apply_rope(x, self.rope(context), interleaved=config.rope_interleaved)
 
-    def rope(self, context: Context) -> Rope:
-        """What layers of this kind do to heads by positions."""
-        return context.ropes[self.config.ropes.index(self.config.rope_of(self.kind))]
+    def rope(self, context: Context, *, whole: bool = False) -> Rope:
+        """What layers of this kind do to heads by positions, of this device's tokens or of all."""
+        ropes = context.whole_ropes if whole else context.ropes
+        return ropes[self.config.ropes.index(self.config.rope_of(self.kind))]
 
     def _grown(
         self, q: Float[Array, "tokens heads head_dim"], context: Context
@@ -191,11 +192,19 @@ class Attention(Part):
         parallel: Parallel,
         context: Context,
     ) -> Addend:
-        """Exchange heads for tokens, and project the heads of this device back."""
-        if not isinstance(out, Codes):
+        """Exchange heads for tokens, and project the heads of this device back.
+
+        Heads are exchanged as the codes that o multiplies: a device has whole blocks of them.
+        """
+        dtype = None if isinstance(out, Codes) else out.dtype
+        if parallel.splits_tokens and self.has_codes("o"):
+            if not isinstance(out, Codes):
+                out = codes_for(out.reshape(out.shape[0], -1), self._row("o"))
+            out = Codes(*parallel.gather_codes(*out))
+        elif not isinstance(out, Codes):
             out = parallel.gather_heads(out)
             out = out.reshape(out.shape[0], -1)
-        partial = self._in(out, "o", context.products)
+        partial = self._in(out, "o", context.products, dtype)
         bias = self.o_bias[...] if self.config.output_bias else None
         return Addend(partial, bias, is_partial=True)
 
@@ -208,7 +217,7 @@ class SharingAttention(Attention):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
-        (q,) = self._heads(x, ("q",), context)
+        (q,) = self.heads_of(x, ("q",), context)
         if self.config.qk_norm:
             q = norm(q, self.q_norm[...], self.config)
         parallel = parallel.of_heads(self.heads)
@@ -225,7 +234,7 @@ class LateAttention(Attention):
     ) -> tuple[Addend, LayerPool]:
         """Return what the layer adds and the pool as it is."""
         _, metadata, backend, parallel, _, place, *_ = context
-        (q,) = self._heads(x, ("q",), context)
+        (q,) = self.heads_of(x, ("q",), context)
         q = self._rotated(q, context)
         own = metadata.block_tables, metadata.work, self.terms(place, parallel)
         out = backend.attend_rows(q, pool, *own)
@@ -375,11 +384,11 @@ def _traced_once(context: Context) -> RunLayer:
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
-        of_step: tuple[tuple[Rope, ...], AttentionMetadata, OpenSums | None],
+        of_step: tuple[tuple[tuple[Rope, ...], ...], AttentionMetadata, OpenSums | None],
     ) -> tuple[Stream, LayerPool, list[Array] | None]:
-        ropes, metadata, sums = of_step
+        (ropes, whole), metadata, sums = of_step
         counted = None if context.counted is None else []
-        own = context._replace(ropes=ropes, metadata=metadata, sums=sums)
+        own = context._replace(ropes=ropes, whole_ropes=whole, metadata=metadata, sums=sums)
         own = own._replace(place=place, counted=counted)
         return *nnx.merge(graphdef, params)(stream, pool, own, given), counted
 
@@ -392,7 +401,8 @@ def _traced_once(context: Context) -> RunLayer:
         index: int,
     ) -> tuple[Stream, LayerPool]:
         sums = None if context.sums is None else context.sums.of_layer(index)
-        of_step = context.ropes, context.metadata.of_group(cached.group), sums
+        ropes = context.ropes, context.whole_ropes
+        of_step = ropes, context.metadata.of_group(cached.group), sums
         stream, pool, counted = call(*nnx.split(layer), stream, pool, cached.place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())

@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.call import CodeKind
@@ -67,10 +68,22 @@ class Part(nnx.Module):
         return project_parts(x, tuple(map(self._column, names)), products)
 
     def _in(
-        self, x: Activations, name: str, products: Products = XLA_PRODUCTS
+        self,
+        x: Activations,
+        name: str,
+        products: Products = XLA_PRODUCTS,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, "tokens out"]:
-        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
-        return project_in(x, self._row(name), products)
+        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes.
+
+        What comes out is of a type, else of that of `x`.
+        """
+        return project_in(x, self._row(name), products, dtype)
+
+    def has_codes(self, name: str) -> bool:
+        """Whether a row-parallel matrix multiplies codes."""
+        matrix = self._row(name)
+        return matrix.scale is not None and not is_packed(matrix.values)
 
     def _codes_into(self, name: str) -> CodeKind | None:
         """Return what a row-parallel matrix's inputs are in units of, if kernels may make codes.
@@ -78,7 +91,7 @@ class Part(nnx.Module):
         None: it multiplies numbers, or shares scales among other inputs than kernels do.
         """
         matrix = self._row(name)
-        if matrix.scale is None or is_packed(matrix.values) or block_of(matrix) != BLOCK:
+        if not self.has_codes(name) or block_of(matrix) != BLOCK:
             return None
         return CodeKind(matrix.inputs)
 

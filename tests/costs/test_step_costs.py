@@ -248,7 +248,8 @@ def test_launches_are_those_that_the_engine_lists_for_the_format():
     )
     assert coded.launches_of("fp8") == coded.layer_launches["fp8"]
     launches, read = parts(Mode(4, 4), "fp8", coded)
-    fewer = replace(engine, layer_launches={"fp8": ("norm, codes", "combine")})
+    few = {"fp8": ("norm, codes", "combine")}
+    fewer = replace(engine, layer_launches=few, exchanged_launches=few)
     fewer_launches, fewer_read = parts(Mode(4, 4), "fp8", fewer)
     assert launches - fewer_launches == pytest.approx(3 * layers)
     assert read - fewer_read == pytest.approx(layers * 2 * (2 * 2 + 1) * hidden / 1000)

@@ -49,6 +49,22 @@ def test_scatter_gives_each_device_its_heads_of_all_tokens(sp, tp, mode, heads, 
     np.testing.assert_array_equal(back, q)
 
 
+@pytest.mark.parametrize(("sp", "tp", "mode"), [one for one in ALL_MODES if one[2].sp > 1])
+def test_codes_and_their_scales_return_to_the_tokens_together(sp, tp, mode):
+    """Bit by bit, of any code: two blocks of eight inputs on each device."""
+    it = layout(sp, tp, 9, 3)
+    parallel = Parallel(it, mode)
+    rng = np.random.default_rng(0)
+    octets = rng.integers(0, 256, (TOKENS, it.num_devices * 16), np.uint8)
+    codes = octets.view(jnp.float8_e4m3fn)
+    scale = rng.standard_normal((it.num_devices * 2, TOKENS), np.float32)
+    before = P(None, ALL_AXES), P(ALL_AXES)
+    after = P(TOKEN_AXES, WEIGHT_AXES), P(WEIGHT_AXES, TOKEN_AXES)
+    got = run(it, mode, parallel.gather_codes, before, after, codes, scale)
+    np.testing.assert_array_equal(np.asarray(got[0]).view(np.uint8), octets)
+    np.testing.assert_array_equal(got[1], scale)
+
+
 @pytest.mark.parametrize(("sp", "tp", "mode"), ALL_MODES)
 def test_sampled_rows_and_parts_of_the_vocabulary_are_where_they_belong(sp, tp, mode):
     it = layout(sp, tp, 9, 3)
