@@ -14,7 +14,7 @@ class PagedKV(NamedTuple):
     """The contexts of all sequences; slots that hold no token may hold anything, NaN included."""
 
     k_pool: Float[Any, "blocks kv_heads block_size head_dim"]
-    v_pool: Float[Any, "blocks kv_heads block_size head_dim"]
+    v_pool: Float[Any, "blocks kv_heads block_size head_dim"]  # None: `values_in_keys`
     block_tables: Int32[Any, "seqs blocks_per_seq"]  # padded with the null block 0
     seq_lens: Int32[Any, " seqs"]  # with the tokens of this step; 0 for padding
 
@@ -36,6 +36,8 @@ class AttentionOptions(NamedTuple):
     sinks: Float[Any, " heads"] | None = None
     interpret: Any = False  # False, or `InterpretGPUParams` to run on a CPU
     codes: CodeKind | None = None  # as which the output leaves (`head_codes`); None: as numbers
+    # Of latents (MLA), which have no values but the first so many numbers of keys; None: they have.
+    values_in_keys: int | None = None
 
     def wrong(self, heads: int, kv_heads: int) -> list[str]:
         """Return what is wrong with a call of either kernel, but for shapes and types."""

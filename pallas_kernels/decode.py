@@ -22,6 +22,7 @@ from pallas_kernels.queries import Queries, by_kv_head, operand_type
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
+MOST_OF_LATENTS = 16  # heads of a thread block
 BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than this
 
 
@@ -57,16 +58,30 @@ def decode_parts(
     """Attention of decode rows over a part of their contexts, to be put together with others.
 
     Arguments as of `decode_attention`, but for sinks and codes, which are for who has all parts.
+    Of latents (`options.values_in_keys`) the work must have been divided for their `groups_of`.
     """
-    kv_heads, head_dim = kv.k_pool.shape[1], q.shape[2]
-    q_per_kv = q.shape[1] // kv_heads
+    count, width = q.shape[1], options.values_in_keys or q.shape[2]
+    q_per_kv = count // _groups(kv, count, options)
     found = combine_parts(_run(q, kv, work, options, config), config, options)
     values = jnp.moveaxis(found.values[..., :q_per_kv], 2, 3)  # [rows, kv_heads, q_per_kv, columns]
-    if rest := head_dim % COLUMNS:  # the last of the products has columns of the one before
-        whole = head_dim - rest
+    if rest := width % COLUMNS:  # the last of the products has columns of the one before
+        whole = width - rest
         values = jnp.concatenate([values[..., :whole], values[..., -rest:]], axis=-1)
     lse = found.lse[..., :q_per_kv]
-    return RowParts(values.reshape(len(values), -1, head_dim), lse.reshape(len(lse), -1))
+    return RowParts(values.reshape(len(values), -1, width), lse.reshape(len(lse), -1))
+
+
+def groups_of(heads: int) -> int:
+    """Return the groups of heads that thread blocks take of latents, as of a KV head each.
+
+    As few as may be: each reads all latents. Registers have room for MOST_OF_LATENTS heads.
+    """
+    most = min(heads, MOST_OF_LATENTS)
+    return heads // next(size for size in range(most, 0, -1) if heads % size == 0)
+
+
+def _groups(kv: PagedKV, heads: int, options: AttentionOptions) -> int:
+    return kv.k_pool.shape[1] if options.values_in_keys is None else groups_of(heads)
 
 
 def _run(
@@ -77,15 +92,17 @@ def _run(
     config: DecodeConfig,
 ) -> Parts:
     """Return what the jobs of all rows give."""
-    q_per_kv = check_call(q, kv, options, config)
-    kv_heads, block_size, head_dim = kv.k_pool.shape[1:]
+    check_call(q, kv, options, config)
+    (_, block_size, head_dim), heads = kv.k_pool.shape[1:], q.shape[1]
+    kv_heads = _groups(kv, heads, options)
+    q_per_kv = heads // kv_heads
     rows = -(-q_per_kv // ROW_TILE) * ROW_TILE
     copy_tokens = min(block_size, config.kv_tile)
     shape = Shape(
         rows=rows,
         head_dim=head_dim,
         kv_tile=config.kv_tile,
-        stages=count_stages(rows, head_dim, kv.k_pool.dtype, config),
+        stages=count_stages(rows, head_dim, kv.k_pool.dtype, config, 2 - (kv.v_pool is None)),
         copy_tokens=copy_tokens,
         copies_per_block=block_size // copy_tokens,
         dtype=operand_type(q.dtype, kv.k_pool.dtype),
@@ -106,8 +123,8 @@ def _run(
 
 def check_call(
     q: jax.Array | Queries, kv: PagedKV, options: AttentionOptions, config: DecodeConfig
-) -> int:
-    """Return the query heads of a KV head; ValueError says what the kernel cannot take."""
+) -> None:
+    """Say by a ValueError what the kernel cannot take."""
     (_, heads, head_dim), (_, kv_heads, block_size, _) = q.shape, kv.k_pool.shape
     wrong = options.wrong(heads, kv_heads)
     if q.dtype not in (jnp.bfloat16, jnp.float16) or kv.k_pool.dtype not in (q.dtype, FP8):
@@ -117,6 +134,8 @@ def check_call(
         )
     if head_dim % 32 or head_dim < 64:
         wrong.append(f"head_dim {head_dim} is not a multiple of 32 from 64 on")
+    if options.values_in_keys is not None and kv.k_pool.dtype == FP8:
+        wrong.append("there are no codes of latents")
     if options.codes is not None:
         wrong += wrong_codes(head_dim)
     if config.kv_tile % 64:
@@ -129,16 +148,17 @@ def check_call(
         )
     if wrong:
         raise ValueError("decode_attention: " + "; ".join(wrong))
-    return heads // kv_heads
 
 
-def count_stages(rows: int, head_dim: int, kv_dtype: DTypeLike, config: DecodeConfig) -> int:
-    """Return how many K and V tiles the ring holds; ValueError where that is less than two."""
+def count_stages(
+    rows: int, head_dim: int, kv_dtype: DTypeLike, config: DecodeConfig, rings: int = 2
+) -> int:
+    """Return how many tiles the rings of K and V hold; ValueError where that is less than two."""
     tile, row_bytes = config.kv_tile, 2 * head_dim
     fixed = Q_SLOTS * rows * row_bytes + 2 * rows * tile + REDUCTION_BYTES + BARRIER_BYTES
     if jnp.dtype(kv_dtype) == FP8:
         fixed += 2 * tile * row_bytes
-    stage = 2 * tile * head_dim * jnp.dtype(kv_dtype).itemsize
+    stage = rings * tile * head_dim * jnp.dtype(kv_dtype).itemsize
     stages = (config.shared_memory_bytes - fixed) // stage
     if stages < 2:
         raise ValueError(

@@ -90,7 +90,7 @@ def _attend(
     plgpu.barrier_wait(buffers.k_full.at[slot])
     k = _widened(buffers.k.at[slot], buffers.wide_k, buffers.k_free.at[slot])
     [scores] = _multiply([k], q.transpose((1, 0)))
-    if buffers.wide_k is None:
+    if buffers.wide_k is None and buffers.v is not None:
         plgpu.barrier_arrive(buffers.k_free.at[slot])
     logits = _masked(shape, part, _logits(shape.options, scores, k_scale))
     new_top = jnp.maximum(top, logits.max(axis=0))
@@ -98,11 +98,18 @@ def _attend(
     p = jnp.exp2(logits - down_rows(new_top, logits.shape))
     flipped = plgpu.layout_cast(p.astype(shape.dtype), plgpu.Layout.WGMMA_TRANSPOSED)
     buffers.p.transpose((1, 0))[...] = flipped
-    plgpu.barrier_wait(buffers.v_full.at[slot])
-    v = _widened(buffers.v.at[slot], buffers.wide_v, buffers.v_free.at[slot])
+    if buffers.v is None:
+        v = k
+    else:
+        plgpu.barrier_wait(buffers.v_full.at[slot])
+        v = _widened(buffers.v.at[slot], buffers.wide_v, buffers.v_free.at[slot])
     _clear_unseen(shape, part, v)
     plgpu.commit_smem()
     columns = [v.at[:, pl.ds(*part)].transpose((1, 0)) for part in shape.products]
+    if buffers.v is None:
+        weighted = _added(shape, columns, buffers.p.transpose((1, 0)), weighted, decay)
+        plgpu.barrier_arrive(buffers.k_free.at[slot])
+        return count + 1, weighted, new_top, sums * down_rows(decay, sums.shape) + p
     new = _multiply(columns, buffers.p.transpose((1, 0)))
     if buffers.wide_v is None:
         plgpu.barrier_arrive(buffers.v_free.at[slot])
@@ -135,6 +142,28 @@ def _multiply(lefts: Sequence[Any], right: Any) -> Values:
     return pl.run_scoped(products, *(Accumulator(shape, jnp.float32) for shape in shapes))
 
 
+def _added(
+    shape: Shape, lefts: Sequence[Any], right: Any, weighted: Values, decay: jax.Array
+) -> Values:
+    """Return sums that decay with products added, in the accumulators: no room is for both.
+
+    The interpreter starts these at zero.
+    """
+    decayed = tuple(old * down_rows(decay, old.shape) for old in weighted)
+    if shape.options.interpret:
+        new = _multiply(lefts, right)
+        return tuple(old + more for old, more in zip(decayed, new, strict=True))
+
+    def one(old: jax.Array, left: Any) -> jax.Array:
+        def product(total: Any) -> None:
+            plgpu.wgmma(total, left, right)
+            plgpu.wgmma_wait(0)
+
+        return pl.run_state(product)(Accumulator.init(old))
+
+    return tuple(one(*each) for each in zip(decayed, lefts, strict=True))
+
+
 def _logits(options: AttentionOptions, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
     """Return logits in base 2."""
     if options.soft_cap is None:
@@ -162,7 +191,7 @@ def _clear_unseen(shape: Shape, part: Round, v: Any) -> None:
     def _() -> None:
         size = columns_of(shape.head_dim)
         seen = _seen(shape, part, (shape.kv_tile, size))
-        for column in range(0, shape.head_dim, size):
+        for column in range(0, shape.width, size):
             columns = slice(None), pl.ds(column, size)
             values = plgpu.load(v.at[columns], layout=WGMMA)
             v[columns] = jnp.where(seen, values, jnp.zeros_like(values))

@@ -9,6 +9,9 @@ across jobs, so that the memory never waits for arithmetic. The other computes, 
 because one side of a Hopper matrix instruction is 64 and the other may be 8: tokens and head_dim go
 to the long side, and the softmax of a row runs down it. Tiles of fp8 are first widened to float16,
 which holds e4m3 exactly.
+
+Of latents (MLA) a tile of K is one of V, too: there is one ring. Thread blocks then have groups of
+heads in the place of a KV head.
 """
 
 import functools
@@ -36,7 +39,7 @@ def run_jobs(shape: Shape, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     `[kv_heads, jobs, shape.result_rows, rows]` and `[kv_heads, jobs, rows]`, float32; what belongs
     to no job is not written.
     """
-    kv_heads, jobs = inputs.kv.k_pool.shape[1], inputs.job_row.shape[0]
+    kv_heads, jobs = inputs.q.shape[1], inputs.job_row.shape[0]
     arrays, tree = jax.tree.flatten(inputs)
     run = plgpu.kernel(
         functools.partial(_decode_kernel, shape, tree),
@@ -62,21 +65,22 @@ def _buffers(shape: Shape, kv_dtype: DTypeLike) -> Buffers:
     tile, head_dim, dtype = shape.kv_tile, shape.head_dim, shape.dtype
     ring = swizzled((shape.stages, tile, head_dim), kv_dtype)
     wide = swizzled((tile, head_dim), dtype) if kv_dtype == FP8 else None
+    has_v = shape.options.values_in_keys is None
     full = plgpu.Barrier(num_arrivals=tile // shape.copy_tokens, num_barriers=shape.stages)
     free, of_q = (plgpu.Barrier(num_barriers=n) for n in (shape.stages, Q_SLOTS))
     return Buffers(
         q=swizzled((Q_SLOTS, shape.rows, head_dim), dtype),
         k=ring,
-        v=ring,
+        v=ring if has_v else None,
         p=swizzled((shape.rows, tile), dtype, columns_of(head_dim)),
         wide_k=wide,
-        wide_v=wide,
+        wide_v=wide if has_v else None,
         q_full=of_q,
         q_free=of_q,
         k_full=full,
         k_free=free,
-        v_full=full,
-        v_free=free,
+        v_full=full if has_v else None,
+        v_free=free if has_v else None,
     )
 
 

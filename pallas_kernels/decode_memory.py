@@ -33,7 +33,8 @@ def load(shape: Shape, inputs: Inputs, buffers: Buffers) -> None:
 
     def run(warp: jax.Array) -> None:
         pl.when(warp == 0)(lambda: _load_stream(shape, inputs, k, buffers))
-        pl.when(warp == 1)(lambda: _load_stream(shape, inputs, v, None))
+        if shape.options.values_in_keys is None:
+            pl.when(warp == 1)(lambda: _load_stream(shape, inputs, v, None))
 
     plgpu.warp_map(run)
 
@@ -82,11 +83,12 @@ def _load_tile(
     step, per_block = shape.copy_tokens, jnp.int32(shape.copies_per_block)
     copies = shape.kv_tile // step
     tables, sources = inputs.kv.block_tables, []
+    head = lax.axis_index("kv_head") if shape.options.values_in_keys is None else jnp.int32(0)
     for i in range(copies):
         part = nth * copies + i
         column = jnp.minimum(lax.div(part, per_block), tables.shape[1] - 1)
         tokens = pl.ds(lax.rem(part, per_block) * step, step)
-        sources.append((tables[seq, column], lax.axis_index("kv_head"), tokens))
+        sources.append((tables[seq, column], head, tokens))
     slot = lax.rem(count, jnp.int32(shape.stages))
     pl.when(count >= shape.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for i, source in enumerate(sources):

@@ -26,14 +26,19 @@ class Shape(NamedTuple):
     options: AttentionOptions
 
     @property
+    def width(self) -> int:
+        """Numbers of a value."""
+        return self.options.values_in_keys or self.head_dim
+
+    @property
     def products(self) -> list[tuple[int, int]]:
-        """Where in head_dim each product with V begins, and how much of it that takes.
+        """Where in a value each product with V begins, and how much of it that takes.
 
         A product takes multiples of 64. What is over is in one of its own, the last 64: 96 are
         0..64 and 32..96, computed twice in part, rather than 128 that shared memory would hold.
         """
-        whole = self.head_dim - self.head_dim % COLUMNS
-        rest = [(self.head_dim - COLUMNS, COLUMNS)] if whole < self.head_dim else []
+        whole = self.width - self.width % COLUMNS
+        rest = [(self.width - COLUMNS, COLUMNS)] if whole < self.width else []
         return [(0, whole), *rest]
 
     @property
@@ -62,7 +67,7 @@ class Buffers(NamedTuple):
 
     q: Any  # [Q_SLOTS, rows, head_dim]
     k: Any  # [stages, kv_tile, head_dim]
-    v: Any
+    v: Any  # None of latents, and so are its barriers
     p: Any  # [rows, kv_tile]
     wide_k: Any  # [kv_tile, head_dim] float16 of an fp8 tile; None without fp8
     wide_v: Any

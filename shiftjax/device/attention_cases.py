@@ -215,7 +215,7 @@ def wrong_with(outputs: Sequence[np.ndarray], expected: np.ndarray, step: Step) 
 def build(trial: Trial, device: Device) -> AttentionBackend:
     """Make the kernels that are tried."""
     shape = trial.shape
-    if not trial.builder and shape.ways > 1:
+    if not trial.builder and (shape.ways > 1 or shape.values_in_keys is not None):
         return position_cases.tuned_in_turn(shape, device)
     if not trial.builder:
         return tuned_attention(shape.layout, device, shape.block_size, shape.deterministic)[0]

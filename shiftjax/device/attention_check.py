@@ -79,6 +79,9 @@ def shape_of(
     ways = layout.position_ways
     heads = ways * layout.heads_per_device, layout.kv_heads_per_device, model.head_dim
     bucket = largest.tokens, largest.rows, largest.seqs
+    if model.latent is not None:  # beside which nothing else is a kernel
+        own = {"ways": ways, "values_in_keys": model.values_in_keys}
+        return Shape(*heads, block_size, model.windows, *types, bucket, deterministic, **own)
     own = deterministic, expert_shape(model, formats)
     scores = model.attention_scale, model.attention_soft_cap, model.attention_sinks
     more = {"has_late": model.num_late_layers > 0, "packed": packed_shape(layout, formats)}

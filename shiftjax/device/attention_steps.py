@@ -17,6 +17,7 @@ from pallas_kernels.rows import rows_of
 from pallas_kernels.window import Chunk, Window, first_seen, tokens_of
 from shiftjax.arch.config import LayerKind, ModelConfig
 from shiftjax.arch.formats import FORMATS
+from shiftjax.arch.latent import Latent
 from shiftjax.models.attention import AttentionMetadata, LayerTerms
 from shiftjax.models.attention_backend import AttentionBackend, gives_codes
 from shiftjax.models.entry_backend import EntryShape
@@ -60,6 +61,7 @@ class Shape:
     sums: SumShape | None = None  # then sums over devices are tried, and nothing else
     plain: CodeShape | None = None  # matrices of numbers: then products with them, nothing else
     ways: int = 1  # devices that split positions; heads are those of all, blocks their stripes
+    values_in_keys: int | None = None  # of latents, which are keys and values; None: these are two
 
     @property
     def layout(self) -> Layout:
@@ -79,8 +81,14 @@ class Shape:
             query_scale=self.scale,
             attention_soft_cap=self.soft_cap,
             attention_sinks=self.has_sinks,
+            latent=self._latent,
         )
         return Layout(model, 1, 1)
+
+    @property
+    def _latent(self) -> Latent | None:
+        rank = self.values_in_keys
+        return None if rank is None else Latent(rank, self.head_dim - rank, 1, 1)
 
     @property
     def gives_codes(self) -> bool:
@@ -246,7 +254,7 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     used = [-(-length // size) for length in step.contexts]
     order = 1 + rng.permutation(sum(used)).astype(np.int32)
     tables = np.zeros((num_seqs, max(used)), np.int32)
-    k_pool, v_pool = shape.pool(1 + sum(used))
+    pool = shape.pool(1 + sum(used))
     for seq, (length, count) in enumerate(zip(step.contexts, used, strict=True)):
         first = sum(used[:seq])
         tables[seq, :count] = order[first : first + count]
@@ -254,7 +262,8 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
         slots = tables[seq, position // size], slice(None), position % size
         k, v = rng.standard_normal((2, length, shape.kv_heads, shape.head_dim), np.float32)
         look_up(k, on_edges(length, shape.windows))
-        k_pool[slots], v_pool[slots] = k, v
+        for blocks, numbers in zip(pool, (k, v), strict=False):
+            blocks[slots] = numbers
     lens = np.zeros(num_seqs, np.int32)
     lens[: len(step.contexts)] = step.contexts
     count = sum(step.new)
@@ -273,7 +282,7 @@ def make_inputs(shape: Shape, step: Step) -> Inputs:
     codes = CodeKind() if step.codes else None
     terms = LayerTerms(kv_scales=kv_scales, sinks=sinks, codes=codes)
     q = q.astype(dtype)[np.arange(num_tokens) % count]  # of padding, too: nothing may come of it
-    return Inputs(q, (k_pool, v_pool), tables, lens, starts, terms)
+    return Inputs(q, pool, tables, lens, starts, terms)
 
 
 # ------------------------------------------------------------------ keys that weigh much

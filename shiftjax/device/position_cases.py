@@ -43,7 +43,7 @@ def in_turn(shape: Shape, config: DecodeConfig, interpret: Any = False) -> Atten
     """Return attention whose rows are answered place by place; `interpret` is for tests alone."""
     model, stripe = shape.layout.model, shape.block_size
     positions = Positions(shape.ways, stripe // shape.ways)
-    kernels = RowKernels(model, positions, config, interpret)
+    kernels = RowKernels(model, shape.heads, positions, config, interpret)
     loops = loops_of(model, stripe)
 
     def divide_rows(rows: Rows, num_rows: int) -> tuple[TurnWork, ...]:
@@ -77,7 +77,7 @@ def in_turn(shape: Shape, config: DecodeConfig, interpret: Any = False) -> Atten
             for place in range(positions.ways)
         ]
         state = joined(State(*(jnp.stack(each) for each in zip(*parts, strict=True))))
-        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(q[:count].shape)
+        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, shape.heads, -1)
         return jnp.pad(out.astype(q.dtype), ((0, q.shape[0] - count), (0, 0), (0, 0)))
 
     def answer(

@@ -142,8 +142,6 @@ def choose_attention(
     """
     deterministic, drafts, wanted = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
-    if reason is None and layout.model.latent is not None:
-        reason = f"{layout.model.name} caches latents (MLA), for which there are no kernels yet"
     if reason is None:
         kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
         reason = _why_not_traced(kernels, layout, *dtypes, block_size)
@@ -155,8 +153,10 @@ def choose_attention(
             if not is_tuned:
                 own_size = block_size // layout.position_ways
                 _warn_of_safe_settings(device, layout.model.head_dim, own_size)
-            if layout.position_ways > 1:
-                logger.warning("prompts run as XLA loops where devices split positions: slower")
+            if layout.position_ways > 1 or layout.model.latent is not None:
+                is_latent = layout.model.latent is not None
+                where = "latents (MLA) are cached" if is_latent else "devices split positions"
+                logger.warning("prompts run as XLA loops where %s: slower", where)
             return kernels._replace(reason="passed its check" if check else "not checked")
     if wanted == "pallas":
         raise ConfigError(
@@ -217,7 +217,7 @@ def tuned_attention(
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
     config, is_tuned = tuned_config(layout, device, block_size, deterministic)
-    if layout.position_ways > 1:
+    if layout.position_ways > 1 or layout.model.latent is not None:
         return position_attention(layout, config.decode, block_size), is_tuned
     return pallas_attention(layout, config, block_size), is_tuned
 
@@ -363,6 +363,7 @@ def _why_not_traced(
             kv_scales = scales if jnp.dtype(kv_dtype) == FP8 else None
             terms = LayerTerms(window, kv_scales, sinks if layout.model.attention_sinks else None)
             attend(q, pool, metadata, terms)
-            jax.eval_shape(kernels.write, pool, new, new, slots, terms)
+            values = new if layout.model.latent is None else None
+            jax.eval_shape(kernels.write, pool, new, values, slots, terms)
 
     return what_tracing_says(trace)

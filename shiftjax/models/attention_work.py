@@ -190,6 +190,24 @@ def divide_attention(
     return AttentionWork(divided, _divide_tiles(*of, chunk, window=window))
 
 
+def divide_tiles(
+    sequences: Sequences,
+    *,
+    num_tokens: int,
+    block_size: int,
+    window: Window | None = None,
+    sizes: LoopSizes = CPU_SIZES,
+) -> tuple[TileWork, None]:
+    """Divide the chunks of a step, of whose rows a kernel takes care; nothing is gathered.
+
+    Arguments as of `divide_attention`.
+    """
+    tile = tile_tokens(num_tokens, sequences.most_rows, sizes)
+    chunks = np.arange(sequences.num_decodes, len(sequences.lens))
+    chunk = whole_blocks(sizes.tile_chunk, block_size)
+    return _divide_tiles(chunks, sequences, num_tokens, tile, chunk, window=window), None
+
+
 def divide_gathered(
     sequences: Sequences,
     *,

@@ -104,7 +104,7 @@ def kv_scales(terms: LayerTerms) -> Any:
 def pallas_write(
     pool: LayerPool,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     slot_mapping: jax.Array,
     terms: LayerTerms,
     interpret: Any = False,
@@ -114,6 +114,7 @@ def pallas_write(
         return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
     from pallas_kernels import kv_write
 
+    assert v is not None  # there are no codes of latents
     own = {"scales": kv_scales(terms), "first": terms.first(pool), "interpret": interpret}
     return kv_write.write_kv((pool[0], pool[1]), k, v, slot_mapping, **own)
 

@@ -22,12 +22,14 @@ from shiftjax.models.attention import (
     LayerPool,
     LayerTerms,
     LoopOptions,
+    in_tiles,
 )
 from shiftjax.models.attention_table import AttentionBackend
 from shiftjax.models.attention_work import (
     AttentionWork,
     check_contexts,
     divide_gathered,
+    divide_tiles,
     loop_sizes,
 )
 from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write
@@ -37,11 +39,14 @@ from shiftjax.models.softmaxes import State, normalised, of_normalised, sinks_by
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
+OF_LATENTS = "decode kernel"  # and loops for prompts
+
 
 class RowKernels(NamedTuple):
-    """The decode kernel at a part of the positions, of one KV head."""
+    """The decode kernel at a part of the positions: of one KV head, or of latents (MLA)."""
 
     model: ModelConfig
+    heads: int  # of all who ask
     positions: Positions
     config: DecodeConfig
     interpret: Any = False
@@ -60,9 +65,16 @@ class RowKernels(NamedTuple):
                 oldest = np.maximum(first_seen(ends - 1, window), 0)
                 low = positions.count(oldest, positions.ways - 1)
             own = Rows(rows.seq, longest, low)
-            sizes = {"kv_heads": 1, "window": window, "config": self.config}
+            sizes = {"kv_heads": self.groups, "window": window, "config": self.config}
             found.append(divide_decode(own, num_rows, **sizes))
         return tuple(found)
+
+    @property
+    def groups(self) -> int:
+        """The KV heads of the work; groups of heads, where all attend to latents."""
+        from pallas_kernels.decode import groups_of
+
+        return 1 if self.model.latent is None else groups_of(self.heads)
 
     def states(
         self,
@@ -82,7 +94,8 @@ class RowKernels(NamedTuple):
         model = self.model
         scores = model.attention_scale, model.windows[terms.window], model.attention_soft_cap
         options = AttentionOptions(*scores, kv_scales(terms), interpret=self.interpret)
-        k, v = terms.own(pool)
+        options = options._replace(values_in_keys=model.values_in_keys)
+        k, v = (*terms.own(pool), None)[:2]
         kv = PagedKV(k, v, block_tables, None)  # rows say how much they see
         values, lse = decode_parts(q, kv, work, options, self.config)
         return of_normalised(values[:, None], lse[:, None])
@@ -93,12 +106,16 @@ def position_attention(
 ) -> AttentionBackend:
     """Return the kernels of devices that split positions, in blocks that are stripes of theirs.
 
+    Or of devices that have all of them, of latents. Of these decodes alone have a kernel, and
+    others than attention's are not had with it: the name says so.
+
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
     tests alone.
     """
     model, neighbours = layout.model, neighbours_of(layout, block_size)
-    assert neighbours is not None
-    kernels = RowKernels(model, neighbours.positions, config, interpret)
+    positions = Positions(1, block_size) if neighbours is None else neighbours.positions
+    heads = layout.heads_per_device * layout.position_ways
+    kernels = RowKernels(model, heads, positions, config, interpret)
     sizes = loop_sizes("gpu", exchanges=True)
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
@@ -108,10 +125,10 @@ def position_attention(
         if num_tokens is None:
             return tuple(AttentionWork(each, None) for each in rows)
         own = {"num_tokens": num_tokens, "block_size": block_size, "sizes": sizes}
+        cut: Any = divide_tiles if neighbours is None else divide_gathered
         each = zip(rows, model.windows, strict=True)
         return tuple(
-            AttentionWork(work, *divide_gathered(sequences, window=window, **own))
-            for work, window in each
+            AttentionWork(work, *cut(sequences, window=window, **own)) for work, window in each
         )
 
     @jax.jit  # layers of a window share what is traced and lowered, once a step
@@ -121,10 +138,11 @@ def position_attention(
         out = of_rows(q, pool, tables, work.rows, terms)
         if work.tiles is not None:
             own = model.windows[terms.window], terms.kv_scales, terms.sinks
-            own = *own, sizes, model.frees_blocks, neighbours
+            own = *own, sizes, model.frees_blocks, neighbours, model.values_in_keys
             options = LoopOptions(model.attention_scale, model.attention_soft_cap, *own)
             tables = terms.block_tables(pool, tables)
-            out = in_gathered_tiles(q, out, pool, tables, work, options)
+            tiles = in_tiles if neighbours is None else in_gathered_tiles
+            out = tiles(q, out, pool, tables, work, options)
         return out.astype(dtype)
 
     @jax.jit
@@ -133,23 +151,25 @@ def position_attention(
         return out.astype(q.dtype)
 
     def of_rows(q, pool, block_tables, work: DecodeWork, terms: LayerTerms):
-        tokens, heads, head_dim = q.shape
-        count = min(tokens, work.row_length.shape[0])
-        asked = neighbours.gather_queries(q[:count])
-        state = neighbours.join(kernels.states(asked, pool, block_tables, work, terms))
-        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, head_dim)
+        (tokens, heads, _), count = q.shape, min(q.shape[0], work.row_length.shape[0])
+        asked = q[:count] if neighbours is None else neighbours.gather_queries(q[:count])
+        state = kernels.states(asked, pool, block_tables, work, terms)
+        state = state if neighbours is None else neighbours.join(state)
+        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, -1)
         return jnp.pad(out.astype(q.dtype), ((0, tokens - count), (0, 0), (0, 0)))
 
     def write(pool, k, v, slot_mapping, terms: LayerTerms):
         return pallas_write(pool, k, v, slot_mapping, terms, interpret)
 
-    reads = LEAST_ROUNDS * config.kv_tile * workers_of(config.num_blocks, 1) * layout.position_ways
+    workers = workers_of(config.num_blocks, kernels.groups)
+    reads = LEAST_ROUNDS * config.kv_tile * workers * layout.position_ways
     if config.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
     own = divide, kernels.divide, attend, attend_rows, jax.jit(write), reads
-    localise = localise_by(neighbours, model.windows)
-    entry = pallas_entry(interpret, pads=False)
-    return AttentionBackend("pallas", *own, localise, enter=entry)
+    localise = None if neighbours is None else localise_by(neighbours, model.windows)
+    if model.latent is not None:
+        return AttentionBackend(OF_LATENTS, *own, localise)
+    return AttentionBackend("pallas", *own, localise, enter=pallas_entry(interpret, pads=False))
 
 
 def _by_head(q: Any) -> Float[Array, "tokens heads head_dim"]:

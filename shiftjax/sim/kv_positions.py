@@ -155,7 +155,7 @@ def _caveat(target: Target) -> str:
     if not target.devices.has_kernels:
         return ""
     if target.model.latent is not None:
-        return ", if latents had kernels: there are none yet, and XLA loops are slower"
+        return ", if latents had a kernel for prompts: they run as XLA loops, several times slower"
     return "; prompts of split positions run as XLA loops, several times slower"
 
 

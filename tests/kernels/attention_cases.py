@@ -166,26 +166,41 @@ def run_decode(
     return interpreted(attend, step.q, step.kv, decode_work(case, step))
 
 
-def run_parts(case: Case, step: Step, module: ModuleType = decode) -> tuple[np.ndarray, np.ndarray]:
+def run_parts(
+    case: Case, step: Step, module: ModuleType = decode, latents: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Run the decode kernel for outputs and base-2 logarithms, `[rows, heads, ...]`.
 
-    Rows say themselves where their windows begin.
+    Rows say themselves where their windows begin. Of `latents` the first so many numbers of keys
+    are values (`with_latents`), and the others come out as zeros.
     """
     rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
     if case.window is not None:
         rows = rows._replace(low=np.maximum(first_seen(rows.length - 1, case.window), 0))
     count = max(case.num_rows, len(step.kv.seq_lens))
-    sizes = {"kv_heads": case.kv_heads, "config": decode_config(case)}
+    heads, kv = case.kv_heads, step.kv
+    if latents is not None:
+        heads, kv = decode.groups_of(case.q_per_kv), kv._replace(v_pool=None)
+    sizes = {"kv_heads": heads, "config": decode_config(case)}
     # The kernel must not know the window, but that there is one.
     options = options_of(case)._replace(window=None if case.window is None else 1)
+    options = options._replace(values_in_keys=latents)
     work = divide_decode(rows, count, **sizes)
 
     def attend(*arrays: Any) -> jax.Array:
         values, lse = module.decode_parts(*arrays, options, decode_config(case))
         return jnp.concatenate([values, lse[..., None]], axis=-1)
 
-    out = interpreted(attend, step.q[:count], step.kv, work)
-    return out[..., :-1], out[..., -1]
+    out = interpreted(attend, step.q[:count], kv, work)
+    rest = case.head_dim + 1 - out.shape[-1]
+    return np.pad(out[..., :-1], ((0, 0), (0, 0), (0, rest))), out[..., -1]
+
+
+def with_latents(step: Step, width: int) -> Step:
+    """Return the step whose values are the first numbers of its keys, and zeros behind them."""
+    keys = step.kv.k_pool
+    is_value = jnp.arange(keys.shape[-1]) < width
+    return step._replace(kv=step.kv._replace(v_pool=jnp.where(is_value, keys, 0)))
 
 
 def expected_lse(case: Case, step: Step) -> np.ndarray:

@@ -14,6 +14,7 @@ from attention_cases import (
     make_step,
     options_of,
     run_parts,
+    with_latents,
     worst_parts,
 )
 from attention_cases import run_decode as run
@@ -111,6 +112,30 @@ def test_parts_say_how_much_they_weigh(name):
     values, lse = run_parts(case, step)
     assert worst_parts(case, step, (values, lse)) <= 1
     assert not values[case.num_rows :].any() and (lse[case.num_rows :] < -1e29).all()
+
+
+LATENTS = {
+    "8 heads, edges": (decodes(EDGES, padding=2, q_per_kv=8, head_dim=192), 128),
+    "40 heads in groups of 10": (decodes((1, 70, 500), q_per_kv=40, head_dim=128), 64),
+    "16 heads, window, blocks of 8": (
+        decodes((39, 40, 300), q_per_kv=16, head_dim=160, window=40, block_size=8), 128
+    ),
+    "32 heads, widths of DeepSeek": (decodes((130, 5), q_per_kv=32, head_dim=576), 512),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", quick(LATENTS, "40 heads in groups of 10"))
+def test_latents_are_keys_and_values(name):
+    case, width = LATENTS[name]
+    step = with_latents(make_step(case), width)
+    assert worst_parts(case, step, run_parts(case, step, latents=width)) <= 1
+
+
+def test_codes_of_latents_are_refused():
+    q, kv, work = arrays_of(decodes(kv_dtype=FP8))
+    options = AttentionOptions(1.0, values_in_keys=32)
+    with pytest.raises(ValueError, match="no codes of latents"):
+        decode_parts(q, kv._replace(v_pool=None), work, options)
 
 
 def test_a_part_without_tokens_weighs_nothing():

@@ -15,7 +15,7 @@ from compile import aot
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV
-from pallas_kernels.decode import decode_attention, decode_parts
+from pallas_kernels.decode import decode_attention, decode_parts, groups_of
 from pallas_kernels.decode_work import DecodeConfig, divide_decode, most_jobs
 from pallas_kernels.head_codes import like_heads
 from pallas_kernels.kv_write import write_kv
@@ -178,6 +178,32 @@ def test_parts_are_two_launches(chip, head_dim, q_per_kv, block_size, kv_dtype, 
     for kernel in program.kernels:
         assert 2 * 256 * kernel.registers <= SM_REGISTERS or "combine" in kernel.name
     assert 2 * (program.shared_memory_bytes[0] + RESERVED) <= SM_SHARED_MEMORY
+
+
+@pytest.mark.parametrize(("heads", "block_size"), [(8, 16), (128, 8)])
+def test_latents_of_deepseek_fit_the_chip(heads, block_size, mesh, capsys):
+    """Up to 16 heads a thread block, one of them on a multiprocessor; one ring, of two tiles."""
+    config = safe_config(576, heads).decode
+    work = divide_decode(ROWS, SEQS, kv_heads=groups_of(heads), config=config)
+    kv = PagedKV(
+        struct((NUM_BLOCKS, 1, block_size, 576), jnp.bfloat16),
+        None,
+        struct((SEQS, CONTEXT // block_size)),
+        None,
+    )
+    q, options = struct((SEQS, heads, 576), jnp.bfloat16), AttentionOptions(0.1, values_in_keys=512)
+
+    def attend(q, kv, work):
+        return decode_parts(q, kv, work, options, config)
+
+    with capsys.disabled():
+        program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
+    [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
+    assert attention.count(r"wgmma\.mma_async") == 576 // 16 + 512 // 64 * 4
+    assert 256 * attention.registers <= SM_REGISTERS
+    ring = 2 * 64 * 576 * 2
+    assert ring < program.shared_memory_bytes[0] <= config.shared_memory_bytes < 2 * ring
+    assert made(program.executable.as_text()).count("custom-call") == 2
 
 
 @pytest.mark.parametrize("codes", [None, CodeKind()])

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from attention_cases import FP8, decodes, make_step, run_parts, worst_parts
+from attention_cases import FP8, decodes, make_step, run_parts, with_latents, worst_parts
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
 from mutations import load
@@ -30,7 +30,7 @@ FAULTS = {
         decodes(kv_dtype=FP8, kv_scales=(1.0, 1.1)),
     ),
     "the wrong KV head": (
-        "decode_memory", 'lax.axis_index("kv_head"), tokens', "0, tokens", TWO_HEADS
+        "decode_memory", "column], head, tokens", "column], 0, tokens", TWO_HEADS
     ),
     "the block before": (
         "decode_memory", "tables[seq, column]",
@@ -116,6 +116,36 @@ FAULTS_OF_PARTS = {
         "decode", "values[..., -rest:]", "values[..., whole : whole + rest]", decodes(head_dim=96)
     ),
 }  # fmt: skip
+
+
+LATENTS = decodes((300, 33), q_per_kv=32, head_dim=128), 64
+FAULTS_OF_LATENTS = {
+    "a tile is free before its values are read": (
+        "decode_compute", "if buffers.wide_k is None and buffers.v is not None:",
+        "if buffers.wide_k is None:",
+    ),
+    "groups of heads are KV heads of the pool": (
+        "decode_memory",
+        'lax.axis_index("kv_head") if shape.options.values_in_keys is None else jnp.int32(0)',
+        'lax.axis_index("kv_head")',
+    ),
+    "old values are not scaled down": (
+        "decode_compute", "tuple(old * down_rows(decay, old.shape) for old in weighted)",
+        "tuple(weighted)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mutants(*FAULTS_OF_LATENTS))
+def test_a_fault_of_latents_is_found(fault):
+    module = load(MODULES, *FAULTS_OF_LATENTS[fault])
+    case, width = LATENTS
+    step = with_latents(make_step(case), width)
+    try:
+        error = worst_parts(case, step, run_parts(case, step, module, width))
+    except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
+        error = problem
+    assert isinstance(error, Exception) or not error <= 1
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS_OF_PARTS))

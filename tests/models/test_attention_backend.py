@@ -17,6 +17,7 @@ from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.reference import ragged_paged_attention
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.tuned import config_for, from_row, safe_config, to_row
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.core.request import SamplingParams
 from shiftjax.models import attention_backend, llama
@@ -28,6 +29,7 @@ from shiftjax.models.attention_backend import (
     pallas_attention,
 )
 from shiftjax.models.gpu_software import Assembler
+from shiftjax.models.norm_backend import choose_norms
 from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
 from shiftjax.parallel.layout import Layout
@@ -62,9 +64,17 @@ def test_kernels_answer_rows_where_devices_split_positions(caplog):
     assert "not tuned for NVIDIA H200, head_dim 128, block_size 16" in caplog.text  # of a device
     with pytest.raises(ConfigError, match=r"attention = pallas: .* block_size 4 must"):
         choose(HOPPER, layout, block_size=8, wanted="pallas")
-    latents = Layout(PRESETS["deepseek-v2-lite"], 4, 4, by_position=True)
-    loops = choose(HOPPER, latents, block_size=256)
-    assert loops.name == "xla" and loops.localise is not None
+
+
+def test_decodes_of_latents_have_a_kernel_and_all_else_has_none(caplog):
+    """Prompts are loops, and kernels of products, experts and norms are for other attention."""
+    for by_position, size in ((False, 16), (True, 256)):
+        layout = Layout(PRESETS["deepseek-v2-lite"], 4, 4, by_position=by_position)
+        chosen = choose(HOPPER, layout, block_size=size)
+        assert chosen.name == "decode kernel" and chosen.enter is None
+        assert (chosen.localise is not None) == by_position
+        assert choose_norms(layout, Formats(), chosen.name).name == "xla"
+    assert "prompts run as XLA loops where latents (MLA) are cached" in caplog.text
 
 
 def test_a_hopper_gpu_gets_the_kernels_and_hears_of_safe_settings_once(caplog):
@@ -143,16 +153,6 @@ def test_what_the_kernels_do_not_have_is_named(options, reason, caplog):
     assert choose(HOPPER, **options).name == "xla"
     (record,) = caplog.records
     assert "XLA loops" in record.getMessage() and reason in record.getMessage()
-
-
-def test_latents_have_no_kernels_which_is_said_once(caplog):
-    latents = Layout(PRESETS["deepseek-v3"], 8, 1)
-    assert choose(HOPPER, latents).name == "xla"
-    [record] = caplog.records
-    words = "deepseek-v3 caches latents (MLA), for which there are no kernels yet"
-    assert words in record.getMessage()
-    with pytest.raises(ConfigError, match="cannot run the attention kernels: deepseek-v3 caches"):
-        choose(HOPPER, latents, wanted="pallas")
 
 
 def test_settings_survive_the_table():

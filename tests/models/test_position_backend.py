@@ -17,6 +17,7 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.window import Chunk
 from shiftjax.arch.config import LayerKind
+from shiftjax.arch.latent import Latent
 from shiftjax.arch.presets import PRESETS
 from shiftjax.device import position_cases
 from shiftjax.device.attention_steps import Shape
@@ -119,6 +120,21 @@ def test_head_dims_that_are_no_blocks_of_columns_and_codes(dtype):
     assert (row_errors(case, out, expected(case, options)) <= MOST_ERROR).all()
 
 
+@pytest.mark.costs(10)
+def test_latents_are_keys_and_values():
+    """Twenty heads, in two groups of ten; the values are the first 128 numbers of 192."""
+    shape = replace(shape_of(), heads=20, head_dim=192, values_in_keys=128)
+    case = decodes_of((1, 64, 81, 333), q_per_kv=20, head_dim=192)
+    k, _ = case.pool
+    values = jnp.where(jnp.arange(192) < 128, k, 0)
+    options = AttentionOptions(shape.layout.model.attention_scale)
+    wanted = expected(case._replace(pool=(k, values)), options)
+    config = CONFIG._replace(shared_memory_bytes=90_000)
+    out = answered(case._replace(pool=(k,)), shape, LayerTerms(), config)
+    out = np.pad(out, ((0, 0), (0, 0), (0, 64)))
+    assert (row_errors(case, out, wanted) <= MOST_ERROR).all()
+
+
 # ------------------------------------------------------------------------- on devices
 
 
@@ -127,8 +143,9 @@ def by_definition(self: RowKernels, q, pool, block_tables, work, terms) -> State
 
     Its interpreter keeps a kernel's state outside of the program, for one device.
     """
-    k, v = (blocks[block_tables[work.row_seq], 0] for blocks in pool)
-    k, v = (x.reshape(len(x), -1, x.shape[-1]).astype(jnp.float32) for x in (k, v))
+    both = (blocks[block_tables[work.row_seq], 0] for blocks in (pool[0], pool[-1]))
+    k, v = (x.reshape(len(x), -1, x.shape[-1]).astype(jnp.float32) for x in both)
+    v = v[..., : self.model.values_in_keys]
     position, count = jnp.arange(k.shape[1])[None], len(q)
     low = 0 if work.row_low is None else work.row_low[:, None]
     seen = (position < work.row_length[:, None]) & (position >= low) & (work.row_jobs[:, None] > 0)
@@ -139,6 +156,31 @@ def by_definition(self: RowKernels, q, pool, block_tables, work, terms) -> State
     weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)
     values = jnp.where(jnp.isnan(v), 0, v)[:count]
     return of_normalised(jnp.einsum("rht,rtd->rhd", weights, values)[:, None], lse[:, None] / LN_2)
+
+
+@pytest.mark.costs(8)
+@pytest.mark.parametrize("splits", [True, False])
+def test_decodes_of_latents_beside_prompts(splits, monkeypatch):
+    """On four devices, which split positions, or on one; the values are 32 of 64 numbers."""
+    monkeypatch.setattr(RowKernels, "states", by_definition)
+    latent = Latent(rank=32, rope_dim=32, nope_dim=16, value_dim=16)
+    sizes = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "num_layers": 1}
+    model = replace(PRESETS["llama-8b"], latent=latent, **sizes)
+    degrees, ways = ((2, 2), 4) if splits else ((1, 1), 1)
+    monkeypatch.setattr(split, "DEVICES", ways)
+    monkeypatch.setattr(split, "SPLIT", Positions(ways, BLOCK))
+    layout = Layout(model, *degrees, by_position=splits)
+    backend = position_attention(layout, CONFIG, ways * BLOCK)
+    own = {"block_size": ways * BLOCK, "q_per_kv": 8, "head_dim": 64, "dtype": "bfloat16"}
+    case = make_case(*STEPS["decodes and prompts"], kv_heads=1, **own)
+    k, _ = case.pool
+    values = jnp.where(jnp.arange(64) < 32, k, 0)
+    options = AttentionOptions(model.attention_scale)
+    wanted = expected(case._replace(pool=(k, values)), options)
+    if not splits:
+        backend = backend._replace(localise=lambda inputs: inputs)
+    out = np.pad(split.run(case._replace(pool=(k,)), backend), ((0, 0), (0, 0), (0, 32)))
+    assert (row_errors(case, out, wanted) <= MOST_ERROR).all()
 
 
 @pytest.mark.costs(8)
