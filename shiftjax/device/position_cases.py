@@ -93,10 +93,5 @@ def in_turn(shape: Shape, config: DecodeConfig, interpret: Any = False) -> Atten
         rows: Any = own_rows(work.rows, window, work.asking, part)
         return kernels.states(q, tuple(x[:, :, own] for x in pool), block_tables, rows, terms)
 
-    def write(pool, k, v, slot_mapping, terms: LayerTerms):
-        return pallas_write(pool, k, v, slot_mapping, terms, interpret)
-
-    entry = pallas_entry(interpret, pads=False)
-    return AttentionBackend("pallas", divide, divide_rows, attend, attend_rows, write, 0)._replace(
-        enter=entry
-    )
+    own = divide, divide_rows, attend, attend_rows, pallas_write(interpret), 0
+    return AttentionBackend("pallas", *own, enter=pallas_entry(interpret, pads=False))

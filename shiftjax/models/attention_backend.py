@@ -313,7 +313,7 @@ def pallas_attention(
         own = work[terms.window], options(terms, q.dtype), config.decode
         return left(decode.decode_attention(q, kv, *own))
 
-    write = jax.jit(functools.partial(pallas_write, interpret=interpret))
+    write = jax.jit(pallas_write(interpret))
     workers = decode_work.num_workers(config.decode.num_blocks, layout.kv_heads_per_device)
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
     if config.decode.fixed_rounds is not None:

@@ -101,22 +101,27 @@ def kv_scales(terms: LayerTerms) -> Any:
     return (1.0, 1.0) if terms.kv_scales is None else terms.kv_scales
 
 
-def pallas_write(
-    pool: LayerPool,
-    k: jax.Array,
-    v: jax.Array | None,
-    slot_mapping: jax.Array,
-    terms: LayerTerms,
-    interpret: Any = False,
-) -> LayerPool:
-    """Write keys and values beside kernels: codes by one of them, numbers by XLA's scatters."""
-    if jnp.dtype(pool[0].dtype) != jnp.float8_e4m3fn:
-        return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
+def pallas_write(interpret: Any = False) -> Callable[..., LayerPool]:
+    """Return what writes keys and values beside kernels: codes by one, numbers by XLA's scatters.
+
+    `interpret` is for tests alone.
+    """
     from pallas_kernels import kv_write
 
-    assert v is not None  # there are no codes of latents
-    own = {"scales": kv_scales(terms), "first": terms.first(pool), "interpret": interpret}
-    return kv_write.write_kv((pool[0], pool[1]), k, v, slot_mapping, **own)
+    def write(
+        pool: LayerPool,
+        k: jax.Array,
+        v: jax.Array | None,
+        slot_mapping: jax.Array,
+        terms: LayerTerms,
+    ) -> LayerPool:
+        if jnp.dtype(pool[0].dtype) != jnp.float8_e4m3fn:
+            return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
+        assert v is not None  # there are no codes of latents
+        own = {"scales": kv_scales(terms), "first": terms.first(pool), "interpret": interpret}
+        return kv_write.write_kv((pool[0], pool[1]), k, v, slot_mapping, **own)
+
+    return write
 
 
 def pallas_entry(interpret: Any = False, *, pads: bool = True) -> Entry:

@@ -158,14 +158,11 @@ def position_attention(
         out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, -1)
         return jnp.pad(out.astype(q.dtype), ((0, tokens - count), (0, 0), (0, 0)))
 
-    def write(pool, k, v, slot_mapping, terms: LayerTerms):
-        return pallas_write(pool, k, v, slot_mapping, terms, interpret)
-
     workers = workers_of(config.num_blocks, kernels.groups)
     reads = LEAST_ROUNDS * config.kv_tile * workers * layout.position_ways
     if config.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
-    own = divide, kernels.divide, attend, attend_rows, jax.jit(write), reads
+    own = divide, kernels.divide, attend, attend_rows, jax.jit(pallas_write(interpret)), reads
     localise = None if neighbours is None else localise_by(neighbours, model.windows)
     if model.latent is not None:
         return AttentionBackend(OF_LATENTS, *own, localise)
