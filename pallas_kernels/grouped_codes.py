@@ -97,8 +97,10 @@ def matrices_of(
 
 def most_rows(weights: ExpertWeights) -> int:
     """Return the most rows of a tile for which registers are enough."""
-    scale, are_codes = weights.gate_scale, weights.gate.dtype == FP8
-    has_squares = are_codes and scale is not None and len(scale.shape) == 3
+    if weights.gate.dtype != FP8:  # which other kernels multiply
+        return TILE_ROWS[-1]
+    scale = weights.gate_scale
+    has_squares = scale is not None and len(scale.shape) == 3
     gate = BlockMatrix(weights.gate, blocks=scale if has_squares else None)
     return TILE_ROWS[-1 if can_be_many((gate,), Result(gate=SILU)) else -2]
 

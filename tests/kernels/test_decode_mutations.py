@@ -100,9 +100,9 @@ FAULTS_OF_PARTS = {
     "logarithms are those of the largest weight": (
         "decode_combine", "top + jnp.log2(total))", "top)", decodes()
     ),
-    "logarithms of the last columns alone": (
-        "decode_combine", "pl.when(block == 0)(lambda: store(result.lse",
-        "pl.when(block == 1)(lambda: store(result.lse", decodes(),
+    "logarithms of one head alone": (
+        "decode_combine", "result.lse.at[row, head], top", "result.lse.at[row, 0], top",
+        decodes(kv_heads=2),
     ),
     "shares of warpgroups are not waited for": (
         "decode_combine", "        plgpu.barrier_wait(scratch.done)\n        weighted, total, top",
