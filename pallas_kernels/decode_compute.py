@@ -159,7 +159,7 @@ def _added(
             plgpu.wgmma(total, left, right)
             plgpu.wgmma_wait(0)
 
-        return pl.run_state(product)(Accumulator.init(old))
+        return pl.run_state(product)(Accumulator.init(old))  # pyright: ignore[reportReturnType]
 
     return tuple(one(*each) for each in zip(decayed, lefts, strict=True))
 
