@@ -44,7 +44,7 @@ class Carried(NamedTuple):
     codes: bool = False  # heads come back as the codes that o multiplies
 
 
-def carried(formats: Formats) -> Carried:
+def carried_by(formats: Formats) -> Carried:
     """Return what our programs carry."""
     has_codes = formats.has_codes_of_inputs and not FORMATS[formats.weights].of_experts
     return Carried(formats.activation_bytes, has_codes)
@@ -66,9 +66,9 @@ def layer_collectives(
     weight: n / SP over TP in BASE, all n over all devices in SHIFT. Where tokens are split, one
     all-to-all brings each device n tokens of its query heads and of what it caches, or of query
     heads alone in layers without KV of their own. Another carries the output, n of its heads: with
-    `codes` a byte of each number, and the scales of blocks. Norms
-    of all heads sum two numbers a token over the devices that split a weight. Latents go to all
-    devices in an all-gather, beside the query heads.
+    `codes` a byte of each number, and the scales of blocks. Norms of all heads sum two numbers a
+    token over the devices that split a weight. Latents go to all devices in an all-gather, beside
+    the query heads.
 
     A layer of experts, which are used as in the mode `experts`, has an MLP's sums. What shares
     them brings its tokens together before that, and scatters their sums.
@@ -79,7 +79,10 @@ def layer_collectives(
         for width in (layout.model.query_dim, layout.model.value_dim)
     )
     if codes and layout.model.latent is None:
-        columns, (block, _) = sums // activation_bytes // num_tokens, layout.heads_of_block
+        columns, (block, _) = (
+            layout.heads_per_device * layout.model.value_dim,
+            layout.heads_of_block,
+        )
         sums = num_tokens * (columns + SCALE_BYTES * columns // block)
     moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if experts else 2)]
     weights, tokens = strides(mode, layout.tp)
@@ -334,7 +337,7 @@ def step_collectives(
     """
     activation_bytes, of_layers = formats.activation_bytes, []
     for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
-        moves = parts_collectives(layout, mode, num_tokens, parts, carried(formats), experts)
+        moves = parts_collectives(layout, mode, num_tokens, parts, carried_by(formats), experts)
         of_layers += _times(moves, count)
     return [
         *of_layers,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.attention_part import absorbed_numbers, attention_products
-from shiftjax.costs.collectives import Collective, carried, parts_collectives
+from shiftjax.costs.collectives import Collective, carried_by, parts_collectives
 from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
 from shiftjax.costs.kernel_costs import KernelCosts
@@ -53,7 +53,7 @@ class LayerCosts:
         self.kernels, self.engine, self.machine = kernels, engine, kernels.machine
         self.expert_modes = ExpertModes(layout, self._quickest)
         self.switch = switch_sums(layout, self.machine, engine, kernels.formats)
-        own = carried(kernels.formats)
+        own = carried_by(kernels.formats)
         self.carried = own if engine.layer_launches else own._replace(codes=False)
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
 
@@ -182,8 +182,9 @@ class LayerCosts:
         if part is not None:
             numbers += part.numbers + local * 3 * layout.shared_intermediate_size // t
         if mode.sp > 1:  # packed before and unpacked after both exchanges
-            each = 2 if self.engine.exchanged_launches else 4  # those of ours attend out of one
-            numbers += each * num_tokens * (2 * queries + cached)
+            # Kernels of listed launches read what the first gives, and send what attention gives.
+            times = 2 if self.engine.exchanged_launches else 4
+            numbers += times * num_tokens * (2 * queries + cached)
         return self.kernels.moved(num_bytes + numbers * formats.activation_bytes)
 
     def move(self, moves: list[Collective]) -> float:

@@ -159,8 +159,8 @@ def plain_shape(layout: Layout, formats: Formats) -> CodeShape | None:
             sizes = (last, first) if weight.transposed else (first, last)
             if block is not None:
                 found.add(CodeMatrix(*sizes, block, 0))
-    shape = CodeShape(tuple(sorted(found)), formats.activations, layout.model.activation)
-    return shape._replace(is_plain=True)
+    own = tuple(sorted(found)), formats.activations, layout.model.activation
+    return CodeShape(*own, is_plain=True)
 
 
 def plain_block(inputs: int) -> int | None:

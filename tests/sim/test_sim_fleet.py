@@ -300,14 +300,14 @@ def test_prices_are_those_of_the_sizes_that_are_chosen(width):
 
 def test_a_fleet_takes_narrow_groups_where_their_steps_are_quicker():
     """It stayed with one group of 8, as the largest steps would have had it."""
-    trace, means = poisson(40.0, 4.0, 600, 60), {}
+    trace, means = poisson(44.0, 4.0, 600, 60), {}
     target = replace(TARGET, machine=replace(TARGET.machine, switch_sum=()))  # that serves 8 alone
     sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 8192}
     for name in ("fleet:8", "fleet"):
         run = replay(trace, target, fleet(name, target, **sizes))
         means[name] = mean(request.completion for request in run.requests)
         widths = {group.width for turn in changes(run).turns for group in turn.arrangement}
-    assert 4 in widths and means["fleet"] < 0.98 * means["fleet:8"]
+    assert 4 in widths and means["fleet"] < 0.97 * means["fleet:8"]
 
 
 # ------------------------------------------------------------------ names and plans

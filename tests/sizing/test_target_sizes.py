@@ -191,7 +191,7 @@ def test_what_is_told():
 # ------------------------------------------------------------------ what it brings
 
 TRAFFIC = {  # and how many more, of a hundred, keep to their targets
-    "short answers": (lambda: requests_at(arrival_times(14, 15, 2.5, 2), 2048, 28, 1.0, 2), 7),
+    "short answers": (lambda: requests_at(arrival_times(16, 15, 2.5, 2), 2048, 28, 1.0, 2), 8),
     "bursts": (lambda: requests_at(on_off_times(1, 12, 30, 10, 30, 7), 4096, 250, 1.0, 7), 0),
     "many": (lambda: poisson(13, 12, 4096, 250, 2, 1.0), 0),
     "chat": (lambda: poisson(20, 8, 600, 200, 0, 1.0), 0),
