@@ -15,14 +15,22 @@ from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_combine import Parts, RowParts, combine_jobs, combine_parts
 from pallas_kernels.decode_kernel import REDUCTION_BYTES, run_jobs
 from pallas_kernels.decode_terms import Q_SLOTS, Inputs, Shape
-from pallas_kernels.decode_work import DEFAULT_CONFIG, DecodeConfig, DecodeWork
+from pallas_kernels.decode_work import (
+    DEFAULT_CONFIG,
+    FEW_HEADS,
+    MANY_HEADS,
+    DecodeConfig,
+    DecodeWork,
+    groups_of,
+)
 from pallas_kernels.head_codes import Heads, no_heads, wrong_codes
+from pallas_kernels.latent_decode import run_jobs as run_many
+from pallas_kernels.latent_decode import wrong_sizes
 from pallas_kernels.mosaic import COLUMNS, FP8, scales_in_memory
 from pallas_kernels.queries import Queries, by_kv_head, operand_type
 
 ROW_TILE = 8  # query heads are padded to a multiple of this, the least that the MMA takes
 MAX_STAGES = 16
-MOST_OF_LATENTS = 16  # heads of a thread block
 BARRIER_BYTES = 1024  # barriers and what aligning the buffers costs: less than this
 
 
@@ -62,22 +70,22 @@ def decode_parts(
     """
     count, width = q.shape[1], options.values_in_keys or q.shape[2]
     q_per_kv = count // _groups(kv, count, options)
-    found = combine_parts(_run(q, kv, work, options, config), config, options)
+    jobs = _run(q, kv, work, options, config)
+    is_long = _is_long(q_per_kv, options)
+    found = combine_parts(jobs, config, options, heads_first=is_long)
+    lse = found.lse[..., :q_per_kv].reshape(len(found.lse), -1)
+    if is_long:
+        return RowParts(found.values[:, :, :q_per_kv].reshape(len(lse), -1, width), lse)
     values = jnp.moveaxis(found.values[..., :q_per_kv], 2, 3)  # [rows, kv_heads, q_per_kv, columns]
     if rest := width % COLUMNS:  # the last of the products has columns of the one before
         whole = width - rest
         values = jnp.concatenate([values[..., :whole], values[..., -rest:]], axis=-1)
-    lse = found.lse[..., :q_per_kv]
-    return RowParts(values.reshape(len(values), -1, width), lse.reshape(len(lse), -1))
+    return RowParts(values.reshape(len(values), -1, width), lse)
 
 
-def groups_of(heads: int) -> int:
-    """Return the groups of heads that thread blocks take of latents, as of a KV head each.
-
-    As few as may be: each reads all latents. Registers have room for MOST_OF_LATENTS heads.
-    """
-    most = min(heads, MOST_OF_LATENTS)
-    return heads // next(size for size in range(most, 0, -1) if heads % size == 0)
+def _is_long(q_per_kv: int, options: AttentionOptions) -> bool:
+    """Whether heads are on the long side of the instructions (`latent_decode`)."""
+    return options.values_in_keys is not None and q_per_kv > FEW_HEADS
 
 
 def _groups(kv: PagedKV, heads: int, options: AttentionOptions) -> int:
@@ -96,17 +104,20 @@ def _run(
     (_, block_size, head_dim), heads = kv.k_pool.shape[1:], q.shape[1]
     kv_heads = _groups(kv, heads, options)
     q_per_kv = heads // kv_heads
-    rows = -(-q_per_kv // ROW_TILE) * ROW_TILE
-    copy_tokens = min(block_size, config.kv_tile)
+    is_long = _is_long(q_per_kv, options)
+    rows = MANY_HEADS if is_long else -(-q_per_kv // ROW_TILE) * ROW_TILE
+    copy_tokens, slots = min(block_size, config.kv_tile), 1 if is_long else Q_SLOTS
+    rings = 2 - (kv.v_pool is None)
     shape = Shape(
         rows=rows,
         head_dim=head_dim,
         kv_tile=config.kv_tile,
-        stages=count_stages(rows, head_dim, kv.k_pool.dtype, config, 2 - (kv.v_pool is None)),
+        stages=count_stages(rows, head_dim, kv.k_pool.dtype, config, rings, slots),
         copy_tokens=copy_tokens,
         copies_per_block=block_size // copy_tokens,
         dtype=operand_type(q.dtype, kv.k_pool.dtype),
         options=options,
+        q_slots=slots,
     )
     count = min(q.shape[0], work.row_seq.shape[0])
     grouped = by_kv_head(q, (count, kv_heads, rows), shape.dtype)
@@ -114,7 +125,7 @@ def _run(
     scales, pools = scales_in_memory(options.kv_scales), kv._replace(seq_lens=None)
     of_rows = work.row_seq, work.row_length, None if options.window is None else work.row_low
     inputs = Inputs(*jobs, *of_rows, pools, scales, grouped)
-    outputs, lse = run_jobs(shape, inputs)
+    outputs, lse = (run_many if is_long else run_jobs)(shape, inputs)
     sinks = options.sinks
     if sinks is not None:
         sinks = jnp.pad(sinks.reshape(kv_heads, q_per_kv), ((0, 0), (0, rows - q_per_kv)))
@@ -134,8 +145,8 @@ def check_call(
         )
     if head_dim % 32 or head_dim < 64:
         wrong.append(f"head_dim {head_dim} is not a multiple of 32 from 64 on")
-    if options.values_in_keys is not None and kv.k_pool.dtype == FP8:
-        wrong.append("there are no codes of latents")
+    if options.values_in_keys is not None:
+        wrong += _wrong_latents(heads, kv, options.values_in_keys)
     if options.codes is not None:
         wrong += wrong_codes(head_dim)
     if config.kv_tile % 64:
@@ -150,12 +161,25 @@ def check_call(
         raise ValueError("decode_attention: " + "; ".join(wrong))
 
 
+def _wrong_latents(heads: int, kv: PagedKV, width: int) -> list[str]:
+    """Return what of latents, of which so many numbers are values, the kernels cannot take."""
+    wrong = ["there are no codes of latents"] if kv.k_pool.dtype == FP8 else []
+    if heads // groups_of(heads) > FEW_HEADS:
+        wrong += wrong_sizes(kv.k_pool.shape[-1], width)
+    return wrong
+
+
 def count_stages(
-    rows: int, head_dim: int, kv_dtype: DTypeLike, config: DecodeConfig, rings: int = 2
+    rows: int,
+    head_dim: int,
+    kv_dtype: DTypeLike,
+    config: DecodeConfig,
+    rings: int = 2,
+    q_slots: int = Q_SLOTS,
 ) -> int:
     """Return how many tiles the rings of K and V hold; ValueError where that is less than two."""
     tile, row_bytes = config.kv_tile, 2 * head_dim
-    fixed = Q_SLOTS * rows * row_bytes + 2 * rows * tile + REDUCTION_BYTES + BARRIER_BYTES
+    fixed = q_slots * rows * row_bytes + 2 * rows * tile + REDUCTION_BYTES + BARRIER_BYTES
     if jnp.dtype(kv_dtype) == FP8:
         fixed += 2 * tile * row_bytes
     stage = rings * tile * head_dim * jnp.dtype(kv_dtype).itemsize

@@ -39,7 +39,9 @@ Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted outputs, total weight, 
 class Parts(NamedTuple):
     """What the jobs gave, and which of them belong to each row that could be a decode row."""
 
-    outputs: Any  # [kv_heads, jobs, columns, rows] as `decode_kernel.run_jobs` gives them
+    # [kv_heads, jobs, columns, rows] as `decode_kernel.run_jobs` gives them, or [.., rows, columns]
+    # as `latent_decode.run_jobs`
+    outputs: Any
     lse: Any  # [kv_heads, jobs, rows]
     row_first: Any  # [decode rows] the first job of a row
     row_jobs: Any  # [decode rows] how many it has: 0 for what is not a decode row
@@ -53,7 +55,8 @@ class RowParts(NamedTuple):
     A row that sees nothing of its context there has zeros, and a logarithm of LOWEST or about it.
     """
 
-    values: Any  # [rows, kv_heads, columns, rows of q] or [rows, heads, head_dim], normalised
+    # [rows, kv_heads, columns, rows of q] or these turned or [rows, heads, head_dim], normalised
+    values: Any
     lse: Any  # the same without columns: base-2 logarithms of the sums of exponentials
 
 
@@ -98,24 +101,31 @@ def combine_jobs(
     return jax.tree.map(lambda ref: ref[...], result)
 
 
-def combine_parts(parts: Parts, config: DecodeConfig, options: AttentionOptions) -> RowParts:
+def combine_parts(
+    parts: Parts, config: DecodeConfig, options: AttentionOptions, *, heads_first: bool = False
+) -> RowParts:
     """Return what the rows see here, with the sums' logarithms; there may be more of it elsewhere.
 
-    `[rows, kv_heads, columns, rows of q]`, in the columns of `Shape.products`.
+    `[rows, kv_heads, columns, rows of q]`, in the columns of `Shape.products`; with `heads_first`
+    rows of q come before columns, here as in `parts`.
     """
-    count, (kv_heads, _, all_columns, rows) = parts.row_first.shape[0], parts.outputs.shape
+    count, (kv_heads, _, *size) = parts.row_first.shape[0], parts.outputs.shape
     parts = parts._replace(sinks=None, fixed=None)
     arrays, tree = jax.tree.flatten(parts)
-    values = jax.ShapeDtypeStruct((count, kv_heads, all_columns, rows), jnp.float32)
-    lse = jax.ShapeDtypeStruct((count, kv_heads, rows), jnp.float32)
-    scratch, grid = _scratch(parts, COLUMNS, config), (count, kv_heads, all_columns // COLUMNS)
-    kernel = functools.partial(_parts_kernel, tree)
+    values = jax.ShapeDtypeStruct((count, kv_heads, *size), jnp.float32)
+    lse = jax.ShapeDtypeStruct((count, kv_heads, parts.lse.shape[-1]), jnp.float32)
+    axis = 1 - heads_first  # of the rows of q
+    scratch, grid = _scratch(parts, COLUMNS, config), (count, kv_heads, size[1 - axis] // COLUMNS)
+    if heads_first:
+        sums = plgpu.SMEM((*scratch.totals.shape, COLUMNS), jnp.float32)
+        scratch = scratch._replace(sums=sums)
+    kernel = functools.partial(_parts_kernel, tree, axis)
     return RowParts(*_launch(kernel, scratch, grid, (values, lse), options)(*arrays))
 
 
 def _scratch(parts: Parts, columns: int, config: DecodeConfig) -> Scratch:
     """Return the shared memory of thread blocks that take so many columns."""
-    kv_heads, _, _, rows = parts.outputs.shape
+    kv_heads, rows = parts.outputs.shape[0], parts.lse.shape[-1]
     most = most_jobs(config, kv_heads)
     warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
     per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
@@ -151,7 +161,7 @@ def _launch(
     )
 
 
-def _parts_kernel(tree: Any, *refs: Any, **buffers: Any) -> None:
+def _parts_kernel(tree: Any, axis: int, *refs: Any, **buffers: Any) -> None:
     """Combine the jobs of one row and KV head, and say how much they weigh; as `_combine_kernel`.
 
     What goes out is what comes in, turned by whoever reads it: numbers of 32 bits are not turned.
@@ -159,18 +169,19 @@ def _parts_kernel(tree: Any, *refs: Any, **buffers: Any) -> None:
     parts, result = jax.tree.unflatten(tree, refs[:-2]), RowParts(*refs[-2:])
     scratch, me = Scratch(**buffers), lax.axis_index("warpgroup")
     row, head, block = (lax.axis_index(name) for name in ("row", "kv_head", "columns"))
-    columns = pl.ds(block * COLUMNS, COLUMNS)
-    outputs, lse = parts.outputs.at[head, :, columns], parts.lse.at[head]
+    columns = (*[slice(None)] * (1 - axis), pl.ds(block * COLUMNS, COLUMNS))
+    outputs, lse = parts.outputs.at[head, :, *columns], parts.lse.at[head]
     jobs = parts.row_first[row], parts.row_jobs[row]
-    mine = _sum_share(outputs, lse, *jobs, me, scratch.tops.shape[0])
+    mine = _sum_share(outputs, lse, *jobs, me, scratch.tops.shape[0], axis)
     scratch.sums[me], scratch.totals[me], scratch.tops[me] = mine
     plgpu.barrier_arrive(scratch.done)
 
     @pl.when(me == 0)
     def _() -> None:
         plgpu.barrier_wait(scratch.done)
-        weighted, total, top = _merged(scratch, None)
-        store(result.values.at[row, head, columns], weighted * down_rows(1 / total, weighted.shape))
+        weighted, total, top = _merged(scratch, None, axis)
+        values = weighted * _repeated(1 / total, weighted.shape, axis)
+        store(result.values.at[row, head, *columns], values)
         pl.when(block == 0)(lambda: store(result.lse.at[row, head], top + jnp.log2(total)))
 
 
@@ -260,11 +271,21 @@ def _put(staged: Any, target: Any, block: jax.Array) -> None:
 
 
 def _sum_share(
-    outputs: Any, lse: Any, first: jax.Array, count: jax.Array, me: jax.Array, warpgroups: int
+    outputs: Any,
+    lse: Any,
+    first: jax.Array,
+    count: jax.Array,
+    me: jax.Array,
+    warpgroups: int,
+    axis: int = 1,
 ) -> Sum:
-    """Add up the jobs me, me + warpgroups, ... of a row, weighted; none is a sum of nothing."""
-    size = outputs.shape[1:]
-    at_once = max(1, MOST_AT_ONCE * 8 // size[1])
+    """Add up the jobs me, me + warpgroups, ... of a row, weighted; none is a sum of nothing.
+
+    The rows of q are along `axis` of the outputs.
+    """
+    size, lanes = outputs.shape[1:], WGMMA.reduce(1 - axis)
+    rows = size[axis : axis + 1]
+    at_once = max(1, MOST_AT_ONCE * 8 // rows[0])
     stride = warpgroups * at_once
 
     def add(nth: jax.Array, carry: Sum) -> Sum:
@@ -275,27 +296,32 @@ def _sum_share(
             parts.append(
                 (
                     (place < count).astype(jnp.float32),
-                    plgpu.load(lse.at[job], layout=WGMMA.reduce(0), optimized=False),
+                    plgpu.load(lse.at[job], layout=lanes, optimized=False),
                     plgpu.load(outputs.at[job], layout=WGMMA, optimized=False),
                 )
             )
-        return _add(carry, parts)
+        return _add(carry, parts, axis)
 
-    nothing = filled(size, 0.0), filled(size[1:], 0.0, WGMMA.reduce(0))
-    top = filled(size[1:], LOWEST, WGMMA.reduce(0))
+    nothing, top = (filled(size, 0.0), filled(rows, 0.0, lanes)), filled(rows, LOWEST, lanes)
     return lax.fori_loop(0, lax.div(count + (stride - 1), jnp.int32(stride)), add, (*nothing, top))
 
 
-def _add(carry: Sum, parts: list[tuple[jax.Array, jax.Array, jax.Array]]) -> Sum:
+def _add(carry: Sum, parts: list[tuple[jax.Array, jax.Array, jax.Array]], axis: int) -> Sum:
     """Take parts (weight 0 or 1, lse, output) into a sum whose weights are relative to its top."""
     weighted, total, top = carry
     new_top = functools.reduce(jnp.maximum, [lse for _, lse, _ in parts], top)
     decay = jnp.exp2(top - new_top)
-    weighted, total = weighted * down_rows(decay, weighted.shape), total * decay
+    weighted, total = weighted * _repeated(decay, weighted.shape, axis), total * decay
     for live, lse, output in parts:
         weight = jnp.exp2(lse - new_top) * live
-        weighted, total = weighted + output * down_rows(weight, output.shape), total + weight
+        weighted = weighted + output * _repeated(weight, output.shape, axis)
+        total = total + weight
     return weighted, total, new_top
+
+
+def _repeated(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    """Repeat a number of each row of q, which are along `axis`."""
+    return lax.broadcast_in_dim(x, shape, [axis])
 
 
 def _sum_shares(scratch: Scratch, sinks: Any) -> jax.Array:
@@ -304,13 +330,13 @@ def _sum_shares(scratch: Scratch, sinks: Any) -> jax.Array:
     return weighted * down_rows(1.0 / total, weighted.shape)
 
 
-def _merged(scratch: Scratch, sinks: Any) -> Sum:
+def _merged(scratch: Scratch, sinks: Any, axis: int = 1) -> Sum:
     """Return the sum of what each warpgroup has added up, and of sinks; no jobs: total 1."""
     sums, totals, tops = scratch[:3]
-    lanes = WGMMA.reduce(0)
+    lanes = WGMMA.reduce(1 - axis)
     all_tops = [plgpu.load(tops.at[i], layout=lanes) for i in range(tops.shape[0])]
     top = functools.reduce(jnp.maximum, all_tops)
-    weighted, total = filled(sums.shape[1:], 0.0), filled(sums.shape[2:], 0.0, lanes)
+    weighted, total = filled(sums.shape[1:], 0.0), filled(tops.shape[1:], 0.0, lanes)
     if sinks is not None:  # only here, and so once, in however many jobs a context was read
         sink = plgpu.load(sinks, layout=lanes, optimized=False).astype(jnp.float32) * LOG2_E
         top = jnp.maximum(top, sink)
@@ -318,6 +344,6 @@ def _merged(scratch: Scratch, sinks: Any) -> Sum:
     for i in range(tops.shape[0]):
         weight = jnp.exp2(all_tops[i] - top)
         share = plgpu.load(sums.at[i], layout=WGMMA)
-        weighted = weighted + share * down_rows(weight, share.shape)
+        weighted = weighted + share * _repeated(weight, share.shape, axis)
         total = total + plgpu.load(totals.at[i], layout=lanes) * weight
     return weighted, jnp.where(total > 0, total, 1.0), top

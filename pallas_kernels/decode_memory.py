@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.decode_terms import Q_SLOTS, Buffers, Inputs, Shape, my_jobs, read_job
+from pallas_kernels.decode_terms import Inputs, Shape, my_jobs, read_job
 
 
 class Stream(NamedTuple):
@@ -26,27 +26,30 @@ class Stream(NamedTuple):
     free: Any
 
 
-def load(shape: Shape, inputs: Inputs, buffers: Buffers) -> None:
-    """Copy the queries and tiles of this worker's jobs, each as soon as there is room for it."""
+def load(shape: Shape, inputs: Inputs, buffers: Any) -> None:
+    """Copy the queries and tiles of this worker's jobs, each as soon as there is room for it.
+
+    `buffers` are those of the kernel of few heads or of the one of many.
+    """
     k = Stream(inputs.kv.k_pool, buffers.k, buffers.k_full, buffers.k_free)
-    v = Stream(inputs.kv.v_pool, buffers.v, buffers.v_full, buffers.v_free)
 
     def run(warp: jax.Array) -> None:
         pl.when(warp == 0)(lambda: _load_stream(shape, inputs, k, buffers))
         if shape.options.values_in_keys is None:
+            v = Stream(inputs.kv.v_pool, buffers.v, buffers.v_full, buffers.v_free)
             pl.when(warp == 1)(lambda: _load_stream(shape, inputs, v, None))
 
     plgpu.warp_map(run)
 
 
-def _load_stream(shape: Shape, inputs: Inputs, stream: Stream, buffers: Buffers | None) -> None:
+def _load_stream(shape: Shape, inputs: Inputs, stream: Stream, buffers: Any) -> None:
     """Copy one of K and V; with `buffers`, the queries, too."""
     first, last = my_jobs(inputs)
 
     def load_job(index: jax.Array, count: jax.Array) -> jax.Array:
         job = read_job(shape, inputs, index)
         if buffers is not None:
-            _load_query(inputs, buffers, job.row, index - first)
+            _load_query(shape, inputs, buffers, job.row, index - first)
 
         def load_round(nth: jax.Array, count: jax.Array) -> jax.Array:
             _load_tile(shape, inputs, stream, job.seq, nth, count)
@@ -57,13 +60,15 @@ def _load_stream(shape: Shape, inputs: Inputs, stream: Stream, buffers: Buffers 
     count = lax.fori_loop(first, last, load_job, jnp.int32(0))
     _drain(stream.free, shape.stages, count)
     if buffers is not None:
-        _drain(buffers.q_free, Q_SLOTS, last - first)
+        _drain(buffers.q_free, shape.q_slots, last - first)
 
 
-def _load_query(inputs: Inputs, buffers: Buffers, row: jax.Array, count: jax.Array) -> None:
+def _load_query(
+    shape: Shape, inputs: Inputs, buffers: Any, row: jax.Array, count: jax.Array
+) -> None:
     """Copy the query of this worker's job number `count`."""
-    slot = lax.rem(count, jnp.int32(Q_SLOTS))
-    pl.when(count >= Q_SLOTS)(lambda: plgpu.barrier_wait(buffers.q_free.at[slot]))
+    slot = lax.rem(count, jnp.int32(shape.q_slots))
+    pl.when(count >= shape.q_slots)(lambda: plgpu.barrier_wait(buffers.q_free.at[slot]))
     source, place = inputs.q.at[row, lax.axis_index("kv_head")], buffers.q.at[slot]
     plgpu.copy_gmem_to_smem(source, place, buffers.q_full.at[slot])
 

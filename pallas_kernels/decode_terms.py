@@ -24,6 +24,7 @@ class Shape(NamedTuple):
     copies_per_block: int
     dtype: DTypeLike  # of the operands of the matrix instructions
     options: AttentionOptions
+    q_slots: int = Q_SLOTS
 
     @property
     def width(self) -> int:

@@ -42,6 +42,12 @@ LEAST_ROUNDS = 4
 # 16 MB of results for 64 rows of 8 heads. Rows that are longer have longer jobs.
 MOST_FIXED_JOBS = 64
 
+# Heads that a thread block takes of latents (MLA): up to so many on the short side of the matrix
+# instructions (`decode_kernel`), for which registers have room, or else on the long side
+# (`latent_decode`).
+FEW_HEADS = 16
+MANY_HEADS = 64
+
 DEFAULT_CONFIG = DecodeConfig()
 
 
@@ -62,6 +68,15 @@ class DecodeWork(NamedTuple):
     row_length: Int32[Any, " rows"]  # the context tokens that it sees
     # the first of them that it sees, with a window; None: as the layer's window says
     row_low: Int32[Any, " rows"] | None = None
+
+
+def groups_of(heads: int) -> int:
+    """Return the groups of heads that thread blocks take of latents, as of a KV head each.
+
+    As few as may be: each reads all latents.
+    """
+    most = min(heads, MANY_HEADS)
+    return heads // next(size for size in range(most, 0, -1) if heads % size == 0)
 
 
 def num_workers(num_blocks: int, kv_heads: int) -> int:

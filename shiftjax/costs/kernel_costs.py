@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
+from pallas_kernels.decode_work import groups_of
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
 from shiftjax.arch.cache import CacheSpec
 from shiftjax.arch.formats import FORMATS, Formats
@@ -189,7 +190,8 @@ class KernelCosts(NamedTuple):
         """A layer's attention with so many query heads, and such a cache, on the device.
 
         Values are as wide as keys, `head_dim`, if nothing else is said. Where devices split
-        positions, it reads its part of a context for the heads of all.
+        positions, it reads its part of a context for the heads of all. Of latents, which have a
+        `value_dim`, groups of heads read the same, which all but the first find in the L2 cache.
         """
         machine, formats = self.machine, self.formats
         width = head_dim + (value_dim or head_dim)
@@ -197,6 +199,8 @@ class KernelCosts(NamedTuple):
         peak *= machine.sustained_efficiency
         kv = ANY if self.full_rate_codes else formats.kv
         rate = machine.memory_bytes_per_second * of_format(machine.kv_efficiency, kv)
+        groups = 1 if value_dim is None else groups_of(query_heads * split.ways)
+        rate = min(rate, machine.l2_bytes_per_second / groups)
         return AttentionCosts(
             fixed=machine.attention_seconds * self.queueing,
             read=cache.num_bytes(formats) * self.queueing / rate / split.ways,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 ANY = "bfloat16"  # `formats.AUTO`: its constant is that of formats without one
+NO_BOUND = 1e20  # a rate that is not known, and slows nothing down
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Machine:
     attention_tile_rows: int = 1  # queries of a prompt that are computed together
     # That a decode takes in a kernel which computes prompts, too; 0: such kernels pack decodes.
     attention_decode_rows: int = 0
+    l2_bytes_per_second: float = NO_BOUND  # of what others have read just before
     attention_seconds: float = 0.0  # fixed time of a layer's attention, beside its launches
     product_seconds: float = 0.0  # fixed time of a product, beside its launch
     # Share of a product's rate that products with several experts' matrices reach, by format.

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.decode_work import LEAST_ROUNDS, DecodeConfig, DecodeWork, divide_decode
+from pallas_kernels.decode_work import (
+    LEAST_ROUNDS,
+    DecodeConfig,
+    DecodeWork,
+    divide_decode,
+    groups_of,
+)
 from pallas_kernels.decode_work import num_workers as workers_of
 from pallas_kernels.rows import Rows, Sequences
 from pallas_kernels.window import first_seen
@@ -72,8 +78,6 @@ class RowKernels(NamedTuple):
     @property
     def groups(self) -> int:
         """The KV heads of the work; groups of heads, where all attend to latents."""
-        from pallas_kernels.decode import groups_of
-
         return 1 if self.model.latent is None else groups_of(self.heads)
 
     def states(

@@ -23,7 +23,7 @@ from shiftjax.costs.collectives import (
 )
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.expert_part import expert_part
-from shiftjax.costs.kernel_costs import KernelCosts, matmul_seconds
+from shiftjax.costs.kernel_costs import KernelCosts, Split, matmul_seconds
 from shiftjax.costs.levels import transfer_seconds
 from shiftjax.costs.machine import EngineOverhead, Transfer
 from shiftjax.costs.machine_files import load_engine, load_machine
@@ -454,3 +454,17 @@ def test_split_positions_are_read_once_and_exchanged():
         ("all-gather", 4, 10 * 16 * 128 * 2),
         ("all-to-all", 4, 10 * 16 * 130 * 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("heads", "ways", "groups"), [(16, 1, 1), (64, 1, 1), (128, 1, 2), (24, 8, 3)]
+)
+def test_groups_of_heads_read_the_same_latents(heads, ways, groups):
+    """From the memory once, and from the cache each: the slower of the two bounds them."""
+    for l2 in (1e20, PLAIN.memory_bytes_per_second * 1.5):
+        machine = replace(PLAIN, l2_bytes_per_second=l2, kv_efficiency={"bfloat16": 1.0})
+        kernels, cache = KernelCosts(machine, FLOAT32), Layout(TINY, 1, 1).cache
+        own = kernels.attention(heads, 576, cache, 512, Split(ways))
+        bound = max(1 / machine.memory_bytes_per_second, groups / l2)
+        assert own.read == pytest.approx(cache.num_bytes(FLOAT32) * bound / ways)
+        assert kernels.attention(heads, 576, cache).read < own.read * ways * 1.01

@@ -116,19 +116,50 @@ def test_parts_say_how_much_they_weigh(name):
 
 LATENTS = {
     "8 heads, edges": (decodes(EDGES, padding=2, q_per_kv=8, head_dim=192), 128),
-    "40 heads in groups of 10": (decodes((1, 70, 500), q_per_kv=40, head_dim=128), 64),
     "16 heads, window, blocks of 8": (
         decodes((39, 40, 300), q_per_kv=16, head_dim=160, window=40, block_size=8), 128
     ),
-    "32 heads, widths of DeepSeek": (decodes((130, 5), q_per_kv=32, head_dim=576), 512),
+    "64 heads, edges": (decodes(EDGES, padding=2, q_per_kv=64, head_dim=192), 128),
+    "40 heads, soft cap": (decodes((1, 70, 500), q_per_kv=40, head_dim=128, soft_cap=5.0), 128),
+    "20 heads, window, blocks of 8": (
+        decodes((39, 40, 300), q_per_kv=20, head_dim=128, window=40, block_size=8), 128
+    ),
+    "72 heads in two groups, drafts, many jobs": (
+        decodes((1300, 5), q_per_kv=72, head_dim=128, drafts=2, num_blocks=20), 128
+    ),
+    "128 heads, widths of DeepSeek": (
+        decodes((130, 5), q_per_kv=128, head_dim=576, num_blocks=4), 512
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", quick(LATENTS, "40 heads in groups of 10"))
+@pytest.mark.parametrize("name", quick(LATENTS, "20 heads, window, blocks of 8"))
 def test_latents_are_keys_and_values(name):
     case, width = LATENTS[name]
     step = with_latents(make_step(case), width)
-    assert worst_parts(case, step, run_parts(case, step, latents=width)) <= 1
+    values, lse = run_parts(case, step, latents=width)
+    if case.soft_cap is None:
+        assert worst_parts(case, step, (values, lse)) <= 1
+    assert worst(case, step, np.pad(values, _rows_of(step, values))) <= 1
+    assert (lse[case.num_rows :] < -1e29).all()
+
+
+def _rows_of(step, values):
+    return (0, step.q.shape[0] - len(values)), (0, 0), (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width", "words"),
+    [
+        (160, 128, "latents of 160 numbers are no multiple of 64"),
+        (576, 64, "values of 64 numbers are no multiple of 128 up to 512"),
+        (704, 640, "values of 640 numbers are no multiple of 128 up to 512"),
+    ],
+)
+def test_what_many_heads_cannot_take_is_said(head_dim, width, words):
+    q, kv, work = arrays_of(decodes(q_per_kv=32, head_dim=head_dim))
+    with pytest.raises(ValueError, match=words):
+        decode_parts(q, kv._replace(v_pool=None), work, AttentionOptions(1, values_in_keys=width))
 
 
 def test_codes_of_latents_are_refused():

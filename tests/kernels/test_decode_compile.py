@@ -15,10 +15,17 @@ from compile import aot
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV
-from pallas_kernels.decode import decode_attention, decode_parts, groups_of
-from pallas_kernels.decode_work import DecodeConfig, divide_decode, most_jobs
+from pallas_kernels.decode import decode_attention, decode_parts
+from pallas_kernels.decode_work import (
+    FEW_HEADS,
+    DecodeConfig,
+    divide_decode,
+    groups_of,
+    most_jobs,
+)
 from pallas_kernels.head_codes import like_heads
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.latent_decode import REGISTERS
 from pallas_kernels.paged_attention import ragged_paged_attention
 from pallas_kernels.rows import Rows
 from pallas_kernels.step_work import KernelConfig, StepWork
@@ -180,30 +187,52 @@ def test_parts_are_two_launches(chip, head_dim, q_per_kv, block_size, kv_dtype, 
     assert 2 * (program.shared_memory_bytes[0] + RESERVED) <= SM_SHARED_MEMORY
 
 
-@pytest.mark.parametrize(("heads", "block_size"), [(8, 16), (128, 8)])
-def test_latents_of_deepseek_fit_the_chip(heads, block_size, mesh, capsys):
-    """Up to 16 heads a thread block, one of them on a multiprocessor; one ring, of two tiles."""
-    config = safe_config(576, heads).decode
-    work = divide_decode(ROWS, SEQS, kv_heads=groups_of(heads), config=config)
+@pytest.mark.parametrize(
+    ("heads", "block_size", "chip", "options"),
+    [
+        (8, 16, "h100", {}),
+        (16, 8, "h200", {}),
+        (32, 8, "h200", {"soft_cap": 30.0}),
+        (64, 128, "h200", {"window": 4096}),
+        (128, 16, "h100", {}),
+    ],
+)
+def test_latents_of_deepseek_fit_the_chip(heads, block_size, chip, options, capsys):
+    """One thread block on a multiprocessor, of up to 16 heads or 64; one ring, of two tiles.
+
+    More than 16 are the long side of the instructions: two products, and not one each for 64 of
+    the values. Registers move from the copies to the two warpgroups that compute.
+    """
+    mesh, config = aot.make_mesh(chip, (1,), ("x",)), safe_config(576, heads).decode
+    rows = ROWS._replace(low=np.zeros(SEQS, np.int32)) if "window" in options else ROWS
+    work = divide_decode(rows, SEQS, kv_heads=groups_of(heads), config=config)
     kv = PagedKV(
         struct((NUM_BLOCKS, 1, block_size, 576), jnp.bfloat16),
         None,
         struct((SEQS, CONTEXT // block_size)),
         None,
     )
-    q, options = struct((SEQS, heads, 576), jnp.bfloat16), AttentionOptions(0.1, values_in_keys=512)
+    q = struct((SEQS, heads, 576), jnp.bfloat16)
+    all_options = AttentionOptions(0.1, values_in_keys=512)._replace(**options)
 
     def attend(q, kv, work):
-        return decode_parts(q, kv, work, options, config)
+        return decode_parts(q, kv, work, all_options, config)
 
     with capsys.disabled():
         program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
     [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
-    assert attention.count(r"wgmma\.mma_async") == 576 // 16 + 512 // 64 * 4
-    assert 256 * attention.registers <= SM_REGISTERS
-    ring = 2 * 64 * 576 * 2
+    is_long, tile = heads > FEW_HEADS, config.kv_tile
+    of_values = 2 * tile // 16 if is_long else 512 // 64 * tile // 16
+    assert attention.count(r"wgmma\.mma_async") == 576 // 16 + of_values
+    threads = 384 if is_long else 256
+    assert threads * attention.registers <= SM_REGISTERS
+    assert 128 * (2 * REGISTERS[0] + REGISTERS[1]) <= threads * attention.registers or not is_long
+    ring = 2 * tile * 576 * 2
     assert ring < program.shared_memory_bytes[0] <= config.shared_memory_bytes < 2 * ring
-    assert made(program.executable.as_text()).count("custom-call") == 2
+    operations = made(program.executable.as_text())
+    assert operations.count("custom-call") == 2
+    assert is_long or operations.count("fusion") >= 1
+    assert operations.count("fusion") <= 3
 
 
 @pytest.mark.parametrize("codes", [None, CodeKind()])

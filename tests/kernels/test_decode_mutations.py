@@ -9,7 +9,7 @@ from mutations import load
 from spent import mutants
 
 PARTS = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
-MODULES = (*(f"decode_{part}" for part in PARTS), "decode")
+MODULES = (*(f"decode_{part}" for part in PARTS), "latent_decode", "decode")
 TWO_HEADS = decodes(kv_heads=2, num_blocks=4)
 FAULTS = {
     "the last token is dropped": (
@@ -118,28 +118,69 @@ FAULTS_OF_PARTS = {
 }  # fmt: skip
 
 
-LATENTS = decodes((300, 33), q_per_kv=32, head_dim=128), 64
+FEW = decodes((300, 33), q_per_kv=16, head_dim=128), 64
+MANY = decodes((300, 33), q_per_kv=20, head_dim=128), 128
 FAULTS_OF_LATENTS = {
     "a tile is free before its values are read": (
         "decode_compute", "if buffers.wide_k is None and buffers.v is not None:",
-        "if buffers.wide_k is None:",
+        "if buffers.wide_k is None:", FEW
+    ),
+    "old values are not scaled down": (
+        "decode_compute", "tuple(old * down_rows(decay, old.shape) for old in weighted)",
+        "tuple(weighted)", FEW
     ),
     "groups of heads are KV heads of the pool": (
         "decode_memory",
         'lax.axis_index("kv_head") if shape.options.values_in_keys is None else jnp.int32(0)',
-        'lax.axis_index("kv_head")',
+        'lax.axis_index("kv_head")', (decodes((70,), q_per_kv=72, head_dim=128), 128)
     ),
-    "old values are not scaled down": (
-        "decode_compute", "tuple(old * down_rows(decay, old.shape) for old in weighted)",
-        "tuple(weighted)",
+    "old values of many heads are not scaled down": (
+        "latent_decode", "decayed = old * _across(decay, old)", "decayed = old", MANY
+    ),
+    "one token too many is seen": (
+        "latent_decode", "positions < job.length", "positions <= job.length", MANY
+    ),
+    "the window is one token short": (
+        "latent_decode", "positions >= job.low", "positions > job.low",
+        (decodes((300, 33), q_per_kv=20, head_dim=128, window=50), 128)
+    ),
+    "values without weight are not cleared": (
+        "latent_decode", "            _clear_unseen(shape, job, nth * shape.kv_tile, values)\n", "",
+        MANY
+    ),
+    "both halves of a value are the first": (
+        "latent_decode",
+        "    half = pl.ds(shape.width // 2, shape.width // 2)\n    plgpu.barrier_arrive",
+        "    half = pl.ds(0, shape.width // 2)\n    plgpu.barrier_arrive", MANY
+    ),
+    "weights are written before they have been read": (
+        "latent_decode",
+        "    plgpu.barrier_wait(buffers.p_free)\n    buffers.p[...]", "    buffers.p[...]", MANY
+    ),
+    "weights are read before they are written": (
+        "latent_decode", "        plgpu.barrier_wait(buffers.p_full)\n", "", MANY
+    ),
+    "a tile is free when one of two has read it": (
+        "latent_decode",
+        "            plgpu.barrier_arrive(buffers.p_free)\n"
+        "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n",
+        "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n"
+        "            plgpu.barrier_arrive(buffers.p_free)\n"
+        "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n", MANY
+    ),
+    "totals do not decay": (
+        "latent_decode", "softmax.total * decay + p.sum", "softmax.total + p.sum", MANY
+    ),
+    "heads come last in what is put together": (
+        "decode", "config, options, heads_first=is_long)", "config, options)", MANY
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS_OF_LATENTS))
 def test_a_fault_of_latents_is_found(fault):
-    module = load(MODULES, *FAULTS_OF_LATENTS[fault])
-    case, width = LATENTS
+    *change, (case, width) = FAULTS_OF_LATENTS[fault]
+    module = load(MODULES, *change)
     step = with_latents(make_step(case), width)
     try:
         error = worst_parts(case, step, run_parts(case, step, module, width))

@@ -25,6 +25,18 @@ TEST_LEVELS = "tests/costs/test_levels.py"
 
 ROWS: tuple[Mutant, ...] = (
     Mutant(
+        "groups of heads find latents in no cache", "costs", KERNELS,
+        "machine.l2_bytes_per_second / groups)", "machine.l2_bytes_per_second)",
+        (TEST_COSTS,),
+        "decodes of many heads look as quick as of few",
+    ),
+    Mutant(
+        "groups of all latents' heads are small", "costs", "pallas_kernels/decode_work.py",
+        "most = min(heads, MANY_HEADS)", "most = min(heads, FEW_HEADS)",
+        (TEST_COSTS,),
+        "each latent is read four times as often",
+    ),
+    Mutant(
         "the first all-to-all carries values alone", "costs", COLLECTIVES,
         "cached = each * layout.cache.numbers if", "cached = each * layout.cache.numbers // 2 if",
         (TEST_COSTS,),
