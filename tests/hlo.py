@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from serving.bench.hlo import (
+    COLLECTIVES,
     Instruction,
     collectives,
     computations,
@@ -36,8 +37,10 @@ __all__ = [
     "product_flops",
     "shape_bytes",
     "sizes_of",
+    "unordered",
     "weight_moves",
 ]
+_CALLED = ("body", "condition", "to_apply", "calls", "true_computation", "false_computation")
 MOVES = ("slice", "dynamic-slice", "copy", "transpose", "copy-start")
 FLOAT32_BYTES = 4
 
@@ -163,3 +166,56 @@ def _views(shape: str) -> set[tuple[int, int]]:
     sizes = sizes_of(shape)
     cuts = [(int(np.prod(sizes[:i])), int(np.prod(sizes[i:]))) for i in range(1, len(sizes))]
     return {*cuts, *(cut[::-1] for cut in cuts)}
+
+
+def unordered(text: str) -> list[tuple[str, str]]:
+    """Pairs of like collectives, one in a loop or branch, that may meet in either order.
+
+    Like: of one kind and as many devices. What is computed from another comes after it. Others are
+    ordered by a CPU only where both are at the same level: a loop may go on beside what follows it.
+    """
+    program = computations(text)
+    kinds: dict[str, set[tuple[str, int]]] = {}
+
+    def kinds_in(name: str) -> set[tuple[str, int]]:
+        if name not in kinds:
+            kinds[name] = set()
+            for one in program[name].instructions:
+                kinds[name] |= kinds_of(one)
+        return kinds[name]
+
+    def kinds_of(one: Instruction) -> set[tuple[str, int]]:
+        if one.opcode in COLLECTIVES:
+            return {(one.opcode, _group_size(one.rest))}
+        called = re.findall(rf"\b(?:{'|'.join(_CALLED)})=%?([\w.-]+)", one.rest)
+        for names in re.findall(r"branch_computations={([^}]*)}", one.rest):
+            called += re.findall(r"[\w.-]+", names)
+        return set().union(*map(kinds_in, called))
+
+    found = []
+    for computation in program.values():
+        before: dict[str, set[str]] = {}
+        earlier: list[tuple[str, set[tuple[str, int]], bool]] = []
+        for one in computation.instructions:
+            from_ = [name for name in one.operands if name in before]
+            before[one.name] = set(from_).union(*(before[name] for name in from_))
+            if own := kinds_of(one):
+                found += [
+                    (name, one.name)
+                    for name, kinds, direct in earlier
+                    if kinds & own and name not in before[one.name]
+                    if not (direct and one.opcode in COLLECTIVES)
+                ]
+                earlier.append((one.name, own, one.opcode in COLLECTIVES))
+    return found
+
+
+def _group_size(rest: str) -> int:
+    """Devices of a collective's group, however it is written."""
+    if groups := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return groups[1].count(",") + 1
+    if groups := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(groups[1])
+    mesh, axes = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", rest).groups()
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+    return int(np.prod([int(sizes[axis]) for axis in re.findall(r"\w+", axes)]))

@@ -122,6 +122,7 @@ def in_gathered_tiles(
         return _attend_pages(by_head, states, pages, first, step)
 
     count = lax.div(gathered.num_blocks + (rounds.blocks - 1), jnp.int32(rounds.blocks))
+    count = _after(out, count)
     states = empty_state(q, 1, kv_heads, by_head.shape[2], width)
     states = lax.fori_loop(0, count, run_round, states)
     new, in_tile = options.values(states, tokens).astype(q.dtype), states.total[..., None] != 0
@@ -131,6 +132,16 @@ def in_gathered_tiles(
         return x.reshape(tokens, heads, -1)
 
     return jnp.where(by_token(in_tile), by_token(new), out)
+
+
+def _after(rows: jax.Array, count: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Return the count of rounds, once the rows of decodes are known.
+
+    Nothing else would order the exchanges of the two. On CPUs a loop's may then run beside them,
+    and processes take what comes first for what they wait for (gloo has one queue for each kind).
+    """
+    seen = lax.bitcast_convert_type(rows[0, 0, 0].astype(jnp.float32), jnp.int32)
+    return jnp.where(count >= 0, count, seen)  # no count is negative, which a compiler cannot know
 
 
 def _attend_pages(

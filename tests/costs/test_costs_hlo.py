@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from engines import checkpoint, make
-from hlo import FLOAT32_BYTES, collectives, counted, instructions, product_flops
+from hlo import FLOAT32_BYTES, collectives, counted, instructions, product_flops, unordered
 from lean import greedy_collectives
 from oracle import numpy_speculator
 from spent import quick, thorough
@@ -84,12 +84,14 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
 )
 def test_neighbours_exchange_queries_parts_and_contexts(sp, tp, sizes, options):
     heads = {"num_attention_heads": 16, "num_key_value_heads": 2}
-    check(sp, tp, ODD | heads | sizes, kv_split="position", **options)
+    texts = check(sp, tp, ODD | heads | sizes, kv_split="position", **options)
+    assert not any(map(unordered, texts))
 
 
 @pytest.mark.thorough
 def test_neighbours_exchange_latents():
-    check_model(PARITY / "deepseek_v3", 2, 2, kv_split="position")
+    texts = check_model(PARITY / "deepseek_v3", 2, 2, kv_split="position")
+    assert not any(map(unordered, texts))
 
 
 @pytest.mark.thorough
@@ -192,13 +194,14 @@ def text_of(compiled: Any) -> str:
     return text
 
 
-def check(sp: int, tp: int, sizes: dict, **settings: Any) -> None:
-    """Compare the compiled steps of every mode with what is predicted."""
-    check_model(checkpoint(**sizes)[0], sp, tp, **settings)
+def check(sp: int, tp: int, sizes: dict, **settings: Any) -> list[str]:
+    """Compare the compiled steps of every mode with what is predicted; return their texts."""
+    return check_model(checkpoint(**sizes)[0], sp, tp, **settings)
 
 
-def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> None:
+def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> list[str]:
     """The same of a checkpoint."""
+    texts = []
     options: dict[str, Any] = {"token_buckets": (24,), "max_num_batched_tokens": 24} | settings
     (runner,) = make(directory, sp, tp, **options).runners
     (program,) = runner.programs
@@ -218,7 +221,10 @@ def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> None:
             count = layout.model.num_expert_layers
             moves += [m._replace(num_times=count) for m in gather_of_experts(*size)]
         moves += guess_collectives(layout, bucket.seqs, FLOAT32_BYTES)
-        assert collectives(text_of(runner.compiled(program, mode))) == counted(moves), mode
+        text = text_of(runner.compiled(program, mode))
+        assert collectives(text) == counted(moves), mode
+        texts.append(text)
+    return texts
 
 
 @pytest.mark.costs(15)
