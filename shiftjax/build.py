@@ -19,6 +19,7 @@ from shiftjax.hosts.calls import Follower, Hosts, Leader
 from shiftjax.local_deployment import deploy, with_kv_scales
 from shiftjax.parallel.grid import Mode
 from shiftjax.phases.resharding import PHASES
+from shiftjax.rollouts.control import Rollouts
 from shiftjax.settings import environ_beside
 from shiftjax.weights.source import TensorSource, check_complete
 
@@ -34,6 +35,7 @@ class Built:
     runners: list[DeviceRunner]  # of the groups that the engine begins with, and their stages
     load_seconds: float
     compile_seconds: float
+    rollouts: Rollouts  # what holds the engine and changes its weights
 
     @property
     def deployment(self) -> Deployment:
@@ -102,7 +104,9 @@ def start(backend: DeviceBackend, deployments: Sequence[Deployment]) -> Built:
     engine = assemble(deployments, backend)
     seconds = time.perf_counter() - begin
     load = backend.load_seconds
-    built = Built(engine, backend.deployments, backend.runners, load, seconds - load)
+    rollouts = Rollouts(engine, backend.store)
+    held = engine, backend.deployments, backend.runners
+    built = Built(*held, load, seconds - load, rollouts)
     for name, reason in built.attention.items():
         logger.info("attention: %s (%s)", name, reason)
     for name, reason in built.experts.items():

@@ -1,7 +1,8 @@
 """The Python API: `LLM` turns prompts into text."""
 
+import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from shiftjax.model_files import ModelFiles, open_files
 from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.plugins import ALL, load_plugins
+from shiftjax.rollouts.control import PauseMode, Rollouts
 from shiftjax.routing.history import RoutingState, plain_sums
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
@@ -99,10 +101,13 @@ class LLM:
         self._template: ChatTemplate | None = None
         self._num_requests = 0
         self._backlog: list[Event] = []
+        self._lock = threading.Condition()  # of the engine; told when it may go on
+        self._holder: int | None = None  # the thread that has held the engine
         progress = progress or _silent
         self._built = build(config, files.source, progress, files.cache_dir, leader)
         self.engine = self._built.engine
         self.runners = self._built.runners
+        self._rollouts = self._built.rollouts
         self._compiles = CompileCounter()
         self._compiles.start()
 
@@ -163,6 +168,111 @@ class LLM:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
 
+    # ------------------------------------------------------------------ training
+
+    def update_weights(
+        self, given: Any, *, version: int | None = None, recompute: bool = False
+    ) -> int:
+        """Change weights while it runs, each in place; returns the version of the new ones.
+
+        Args:
+            given: a tree of arrays, an iterable of (name, array), or the path of a checkpoint or of
+                a safetensors file. Names and shapes are those of Hugging Face's checkpoints, and
+                arrays may be anywhere in this process. What is not among them stays.
+            version: of the new weights, larger than the last one; None: by 1.
+            recompute: requests that have begun lose the KV of the old weights.
+
+        Raises:
+            RolloutError: not to this engine, or not now.
+            CheckpointError: the weights are not the model's.
+        """
+        with self._control() as rollouts:
+            rollouts.update(given, time.monotonic(), version=version, recompute=recompute)
+            return rollouts.version
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights: 0 at the start."""
+        return self._rollouts.version
+
+    def pause(self, mode: PauseMode = "keep") -> None:
+        """Begin no step until `resume`.
+
+        keep: requests that run stay where they are. wait: they come to their end first. abort: all
+        end now. New ones wait.
+        """
+        with self._control() as rollouts:
+            rollouts.pause(mode, time.monotonic())
+        while not self._rollouts.is_paused:
+            with self._control() as rollouts:
+                self._backlog += self.engine.step(time.monotonic())
+                rollouts.end_wait(time.monotonic())
+
+    def resume(self) -> None:
+        """Go on after `pause`. Raises RolloutError while it sleeps or lacks weights."""
+        with self._control() as rollouts:
+            rollouts.resume()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether no step is begun."""
+        return self._rollouts.is_paused
+
+    def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give up device memory until `wake_up`: KV, and weights.
+
+        Level 1 keeps weights in host memory, level 2 nowhere; 0 pauses alone. `mode` is as for
+        `pause`; requests that it keeps are computed again from their tokens.
+        """
+        if mode == "wait":
+            self.pause(mode)
+        with self._control() as rollouts:
+            rollouts.sleep(level, mode, time.monotonic())
+
+    def wake_up(self, tags: Collection[str] | None = None) -> None:
+        """Bring back `weights`, `kv_cache`, or both; goes on when all is there.
+
+        After level 2 weights come with the next `update_weights`.
+        """
+        with self._control() as rollouts:
+            rollouts.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether weights or KV are not on the devices."""
+        return self._rollouts.is_sleeping
+
+    def reset_prefix_cache(self) -> None:
+        """Find nothing any more that was cached."""
+        with self._lock:
+            self.engine.flush_prefix_cache()
+
+    @contextmanager
+    def _control(self) -> Iterator[Rollouts]:
+        """Give the control of the engine, between two steps."""
+        with self._lock:
+            try:
+                yield self._rollouts
+            finally:
+                self._backlog += self._rollouts.take_events()
+                self._holder = threading.get_ident() if self.is_paused else None
+                self._lock.notify_all()
+
+    def _turn(self) -> list[Event]:
+        """Step once, or wait while another thread holds the engine.
+
+        Raises RequestError where this thread does, which would wait for ever.
+        """
+        with self._lock:
+            while self.is_paused and not self._backlog:
+                if self._holder == threading.get_ident():
+                    raise RequestError("The engine is paused or sleeps: resume or wake it up.")
+                self._lock.wait()
+            events, self._backlog = self._backlog, []
+            return events or self.engine.step(time.monotonic())
+
+    # ------------------------------------------------------------------ states
+
     @property
     def default_sampling_params(self) -> SamplingParams:
         """16 tokens, drawn as the model's generation_config.json says where it has one."""
@@ -204,6 +314,7 @@ class LLM:
             "routing": {} if (routing := stats.find(RoutingState)) is None else plain_sums(routing),
             "phases": {} if (phases := stats.find(ReshardingState)) is None else asdict(phases),
             "mesh": self._built.mesh,
+            "weight_version": self.weight_version,
             "attention": self._built.attention,
             "experts": self._built.experts,
             "load_seconds": round(self._built.load_seconds, 3),
@@ -249,15 +360,14 @@ class LLM:
         places, assemblers = {}, {}
         try:
             for index, (request, text) in enumerate(requests):
-                self.engine.admit(request)
+                with self._lock:
+                    self.engine.admit(request)
                 places[request.request_id] = index
                 assemblers[request.request_id] = OutputAssembler(
                     request, text, self.tokenizer, self._stopper(request.request_id)
                 )
             while assemblers:
-                events = [*self._backlog, *self.engine.step(time.monotonic())]
-                self._backlog.clear()
-                for event in events:
+                for event in self._turn():
                     assembler = assemblers.get(event.request_id)
                     if assembler is None:
                         continue  # of an abandoned stream
@@ -268,12 +378,14 @@ class LLM:
                         output = assembler.output if event.is_last else None
                         yield places[event.request_id], delta, output
         finally:
-            for name in assemblers:
-                self.engine.abort(name)
+            with self._lock:
+                for name in assemblers:
+                    self.engine.abort(name)
 
     def _stopper(self, request_id: str):
         def stop(index: int) -> None:
-            self._backlog += self.engine.finish(request_id, index, "stop")
+            with self._lock:
+                self._backlog += self.engine.finish(request_id, index, "stop")
 
         return stop
 

@@ -20,6 +20,13 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     metrics: RequestMetrics | None = None
+    # (place of a token, version of the weights that it and those after it were computed with)
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the weights that the last token was computed with."""
+        return self.versions[-1][1] if self.versions else 0
 
 
 @dataclass
@@ -111,6 +118,8 @@ class OutputAssembler:
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = event.prompt_logprobs
         text, matched = "", None
+        if event.token_ids and event.version != (output.versions or [(0, -1)])[-1][1]:
+            output.versions.append((len(output.token_ids), event.version))
         for place, token in enumerate(event.token_ids, start=1):
             output.token_ids.append(token)
             if output.logprobs is not None:

@@ -42,6 +42,7 @@ FLOORS = (
     ("shiftjax.fleet", NO_JAX),
     ("shiftjax.phases", NO_JAX),
     ("shiftjax.hosts", NO_JAX),
+    ("shiftjax.rollouts", NO_JAX),
     ("shiftjax.embed", NO_JAX),
     ("shiftjax.assembly", NO_JAX),
     ("shiftjax.sim", NO_JAX),

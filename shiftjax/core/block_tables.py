@@ -45,6 +45,7 @@ class BlockTables:
         self.num_prefix_hit_tokens = 0  # in both tiers
         self.num_prefix_hits_elsewhere = 0  # sequences, whose prefix groups of other widths have
         self._identity = model, kv
+        self.version = 0  # of the weights, which `Scheduler.renew` sets
         self._evicted: list[tuple[int, CachedPrefix]] = []  # since the last plan
 
     @property
@@ -66,7 +67,7 @@ class BlockTables:
         for number in range(limit):
             end = (number + 1) * several
             if len(hashes) < end:
-                root = root_hash(*self._identity, request.adapter, request.cache_salt)
+                root = self._root(request)
                 beginning = tokens[: min(2 * end, limit * several) * size]
                 extend_hashes(hashes, root, beginning, size)
             block_hash = hashes[end - 1]
@@ -306,10 +307,14 @@ class BlockTables:
     def _may_have_prefix(self, sequence: SequenceState) -> bool:
         return self.prefix_caching and not sequence.wants_prompt_logprobs
 
+    def _root(self, request: Request) -> bytes:
+        """The parent of the first block of a request that begins now."""
+        return root_hash(*self._identity, request.adapter, request.cache_salt, self.version)
+
     def _hashes(self, sequence: SequenceState) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""
         request, hashes = sequence.request, sequence.block_hashes
-        root = b"" if hashes else root_hash(*self._identity, request.adapter, request.cache_salt)
+        root = b"" if hashes else self._root(request)
         extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
         several = self.block_size // self._hash_size
         return hashes if several == 1 else hashes[several - 1 :: several]

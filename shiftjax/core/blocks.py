@@ -17,13 +17,17 @@ from typing import Protocol
 DIGEST_BYTES = 16
 
 
-def root_hash(model: str, kv: str, adapter: str | None, salt: str | None) -> bytes:
+def root_hash(
+    model: str, kv: str, adapter: str | None, salt: str | None, version: int = 0
+) -> bytes:
     """The parent of every first block: KV is shared only below the same root.
 
     `kv` says what numbers KV is kept in: the same tokens have other blocks in other formats.
+    `version` is that of the weights; 0: those of the start.
     """
-    identity = repr((model, kv, adapter, salt)).encode()
-    return hashlib.blake2b(identity, digest_size=DIGEST_BYTES).digest()
+    identity = model, kv, adapter, salt
+    told = repr((*identity, version) if version else identity).encode()
+    return hashlib.blake2b(told, digest_size=DIGEST_BYTES).digest()
 
 
 def extend_hashes(hashes: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> None:

@@ -5,7 +5,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from shiftjax.core.errors import EngineLostError, is_out_of_memory
 from shiftjax.core.lane import Failure, Flight, Lane, wait_for_one
@@ -27,6 +27,7 @@ from shiftjax.core.step_sizes import due_seconds
 from shiftjax.core.topology import Topology
 from shiftjax.parallel.grid import Mode
 
+Hold = Literal["none", "new", "all"]  # who has to wait: requests that no lane has, or everybody
 MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
 logger = logging.getLogger(__name__)
 _ORDER = itemgetter(0, 1, 2)  # of the queue: requests themselves cannot be compared
@@ -42,6 +43,7 @@ class Engine:
     is called with those that can do nothing until a step of theirs is ready; it may come back
     early, say because a request has come for another lane.
     For each prompt token a request may be passed for `patience` seconds by ones that come later.
+    What `holds` says waits until it says otherwise. `version` is that of the weights.
     `parts` are asked for states that the stats tell beside those of lanes and topology.
     Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
     of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
@@ -71,6 +73,8 @@ class Engine:
         self.topology = topology or Topology(lanes)
         self.patience = patience
         self.parts = parts
+        self.holds: Hold = "none"
+        self.version = 0
         self._seed = seed
         self._clock = clock
         self._queue: list[tuple[int, float, int, Request]] = []  # a heap
@@ -85,13 +89,16 @@ class Engine:
 
     def step(self, now: float) -> list[Event]:
         """One turn: schedule, choose and run a step in every lane, then commit what is due."""
-        self.topology.turn(self._first_queued, len(self._queued), self._num_requests, now)
-        self._dispatch()
+        num_queued = len(self._queued) if self.holds == "none" else 0
+        if self.holds != "all":
+            self.topology.turn(self._first_queued, num_queued, self._num_requests, now)
+        if self.holds == "none":
+            self._dispatch()
         self.ended_steps = []
         due = [lane for lane in self.lanes if self._is_due(lane, self._launch(lane, now))]
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
-        if not busy:
-            self.topology.idle(len(self._queue))
+        if not busy and self.holds != "all":
+            self.topology.idle(num_queued and len(self._queue))
         if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
@@ -109,7 +116,7 @@ class Engine:
     def _launch(self, lane: Lane, now: float) -> bool:
         """Schedule, choose, run, if there is room in flight; nothing is waited for."""
         overlap = self.overlap and not lane.commits_first
-        if not lane.steps or not lane.has_room(overlap):
+        if self.holds == "all" or not lane.steps or not lane.has_room(overlap):
             return False
         plan, plans = None, [each.plan for each in lane.in_flight if each.plan is not None]
         try:
@@ -223,10 +230,11 @@ class Engine:
         return lane.scheduler.finish(request_id, index, reason) if lane else []
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step in flight."""
-        return bool(self._queued) or any(
-            lane.scheduler.requests or lane.in_flight for lane in self.lanes
-        )
+        """Whether a request is unfinished, and need not wait, or a step in flight."""
+        if self.holds == "none" and self._queued:
+            return True
+        waits = self.holds == "all"
+        return any(lane.in_flight or (lane.scheduler.requests and not waits) for lane in self.lanes)
 
     def waits_since(self, now: float) -> float:
         """When the lane that waits longest for a step last made progress; `now` if none waits."""
@@ -247,6 +255,36 @@ class Engine:
             except RuntimeError:
                 events += self._fail(lane, None, error)
         return events
+
+    @property
+    def num_begun(self) -> int:
+        """Requests that lanes have."""
+        return sum(len(lane.scheduler.requests) for lane in self.lanes)
+
+    @property
+    def names(self) -> list[str]:
+        """The ids of all unfinished requests."""
+        begun = (name for lane in self.lanes for name in lane.scheduler.requests)
+        return [*self._queued, *begun]
+
+    def settle(self, now: float) -> list[Event]:
+        """Wait for every step in flight, and launch none: nothing is on the devices then."""
+        events = []
+        for lane in self.lanes:
+            while lane.in_flight:
+                events += self._commit(lane, now)
+        return events
+
+    def renew(self, version: int, *, recompute: bool) -> None:
+        """The weights are others, of this version; no step is in flight. See `Scheduler.renew`."""
+        self.version = version
+        for lane in self.lanes:
+            lane.scheduler.renew(version, recompute=recompute)
+
+    def forget_all(self) -> None:
+        """All KV on the devices is lost, and no step is in flight: requests wait, and go on."""
+        for lane in self.lanes:
+            lane.scheduler.forget_all()
 
     def flush_prefix_cache(self) -> None:
         """Make every cached block worthless; running sequences keep theirs."""
@@ -286,6 +324,8 @@ class Engine:
 
     def _first_queued(self, most: int) -> list[Request]:
         """The requests that come first in the queue."""
+        if self.holds != "none":
+            return []
         return [request for *_, request in heapq.nsmallest(most, self._queue, key=_ORDER)]
 
     def _due(self, request: Request) -> float:

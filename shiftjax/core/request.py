@@ -343,6 +343,7 @@ class Event:
     metrics: RequestMetrics | None = None  # with finish_reason
     is_last: bool = False
     mode: str = ""  # of the step that sampled `token_ids`; empty where none did
+    version: int = 0  # of the weights that it was computed with
 
 
 def derive_seed(seed: int, index: int) -> int:

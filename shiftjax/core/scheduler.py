@@ -468,7 +468,7 @@ class Scheduler:
                 sampling_row = last - 1 if item.proposal is None else first_row
                 sampled = tokens[sampling_row:last]
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
-                event.mode = label
+                event.mode, event.version = label, self.tables.version
                 self.lookahead.extend(sequence, event.token_ids, guess)
             if sequence.block_table:  # else it has been preempted since
                 sequence.num_verified_tokens = min(end, len(sequence.token_ids))
@@ -505,7 +505,17 @@ class Scheduler:
         swapped out by a step that has ended, from there.
         """
         everybody = list(self.requests.values())
-        alive = [s for group in everybody for s in group if s.status is not Status.FINISHED]
+        self.forget_all(plan)
+        failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
+        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
+
+    def forget_all(self, plan: StepPlan | None = None) -> None:
+        """Forget all KV on the device, which is lost: everybody starts again from the tokens.
+
+        Those that have been swapped out by a step that has ended start from there. `plan` has
+        failed, if there is one.
+        """
+        alive = self._alive()
         self.tables.reset(alive, plan)
         self._clear_queues()
         for sequence in alive:
@@ -513,8 +523,28 @@ class Scheduler:
             self._wait(sequence)
         for sequence in self.admission.leaving(alive):
             self._park(sequence)  # swapped out already
-        failed = everybody if plan is None else [item.sequence.siblings for item in plan.scheduled]
-        return [e for siblings in failed for e in self._end_request(siblings, "error", error, code)]
+
+    def renew(self, version: int, *, recompute: bool) -> None:
+        """The weights are others, of this version. No step is in flight.
+
+        Nothing that was cached is found any more. Sequences that have begun keep their KV, or lose
+        it in both tiers to `recompute` it; they keep the root of their hashes where they keep KV.
+        """
+        self.tables.version = version
+        self.lookahead.renew(version)
+        self.tables.clear_cache()
+        if recompute:
+            for sequence in self._alive():
+                self.tables.forget(sequence)
+            self.forget_all()
+        for sequence in self._alive():
+            if not sequence.block_table and not sequence.places:
+                sequence.block_hashes.clear()
+
+    def _alive(self) -> list[SequenceState]:
+        """Every unfinished sequence."""
+        everybody = self.requests.values()
+        return [s for group in everybody for s in group if s.status is not Status.FINISHED]
 
     # ----------------------------------------------------------- from group to group
 

@@ -23,7 +23,6 @@ from shiftjax.core.blocks import (
     CachedPrefix,
     block_tokens,
     extend_hashes,
-    root_hash,
 )
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.scheduler_config import SchedulerConfig
@@ -82,8 +81,7 @@ class WindowedTables(BlockTables):
         else:
             tokens = list(request.prompt_token_ids)
             count = (len(tokens) - 1) // self.block_size
-            root = root_hash(*self._identity, request.adapter, request.cache_salt)
-            extend_hashes(hashes, root, tokens, self.block_size)
+            extend_hashes(hashes, self._root(request), tokens, self.block_size)
         return self._prefixes.longest(hashes, count) * self.block_size
 
     def _find(self, sequence: SequenceState, shortage: int) -> Found:

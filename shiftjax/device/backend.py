@@ -44,6 +44,7 @@ from shiftjax.parallel.grid import Device, Group
 from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.phases.pipeline_device import PipelineRunner
 from shiftjax.phases.resharding import PHASES, Phase
+from shiftjax.rollouts.weights_device import DeviceStore
 from shiftjax.routing.history import history_of
 from shiftjax.weights.source import TensorSource
 
@@ -83,6 +84,7 @@ class DeviceBackend:
         self.runners: list[DeviceRunner] = []  # of the groups at work first, and their stages
         self.deployments: list[Deployment] = []  # with their KV blocks
         self.load_seconds = 0.0
+        self.store: DeviceStore | None = None  # of what was started; None: of several hosts
         self.devices, self._source, self._progress = devices, source, progress
         self._cache_dir, self._check, self._hosts = cache_dir, check, hosts
 
@@ -111,6 +113,7 @@ class DeviceBackend:
         warm_up(runners)
         self.runners = [runner for stages in runners.values() for runner in stages]
         self.deployments = [compiled.deployment]
+        self.store = DeviceStore([groups]) if self._hosts is None else None
         if self._hosts is not None:
             self._hosts.least("to have started", ())
         started = [_groups(compiled, runners, self._hosts)]
@@ -135,7 +138,8 @@ class DeviceBackend:
             sizes = PoolSizes(deployment, self.devices, self._cache_dir, is_loaded=False)
             compiled[phase] = self._compile(deployment, placed[phase], sizes)
         dtype = FORMATS[phases["prefill"].formats.activations].dtype
-        exchange = DeviceExchange(placed, HostWeights(self._source, dtype))
+        rows = HostWeights(self._source, dtype)
+        exchange = DeviceExchange(placed, rows)
         extents, groups, routing = {}, {}, history_of(list(phases.values()))
         for phase in reversed(PHASES):
             begin = time.perf_counter()
@@ -148,6 +152,7 @@ class DeviceBackend:
             groups[phase] = _groups(compiled[phase], runners, None)
             self.runners = [r for stages in runners.values() for r in stages] + self.runners
         self.deployments = [compiled[phase].deployment for phase in PHASES]
+        self.store = DeviceStore([placed[phase] for phase in PHASES], rows)
         started = [groups[phase] for phase in PHASES]
         return Started(started, exchange=exchange, routing=routing)
 

@@ -44,7 +44,8 @@ class GroupMemory:
         self.everywhere = named(mesh, replicated_spec())  # small inputs of what runs on it
         self._device_pools = device_pools
         self._weights = weights
-        self._stored: Weights = ()
+        self._given: list[jax.Array | None] = []  # as `fill` took them: None for a tied head
+        self._stored: Weights = ()  # the same with the head; made of it when a step first needs it
         self._by_use: dict[tuple[Mode, Mode], Weights] = {}
         self._uses: set[tuple[Mode, Mode]] = set()  # that steps have been run in
         self._views: dict[tuple[int, Mode], jax.Array] = {}  # of an array in a mode
@@ -73,6 +74,7 @@ class GroupMemory:
         use = mode, experts or self.layout.shift
         if use not in self._by_use:
             self._uses.add(use)
+            self._stored = self._stored or self._weights.with_head(self._given)
             self._by_use[use] = self._weights.of(mode, self._stored, use[1], self._views)
         return self._by_use[use]
 
@@ -81,37 +83,88 @@ class GroupMemory:
 
         After `drop` with empty pools, and with the weights of all modes, so that no step waits.
         """
-        mine = [array_on_group(array, self.mesh) for array in stored]
-        self._stored = self._weights.with_head(mine)
         if self._sizes is not None:
             self.allocate(self._sizes)
+        self.hold(stored)
+
+    def hold(self, stored: Sequence[jax.Array | None]) -> None:
+        """Take weights as `fill` does; pools stay as they are."""
+        self.drop_weights()
+        self._given = [array_on_group(array, self.mesh) for array in stored]
+        self.view()
+
+    @property
+    def given(self) -> Sequence[jax.Array | None]:
+        """The weights on this group as `fill` took them; nothing while there are none."""
+        return tuple(self._given)
+
+    @property
+    def num_copied_bytes(self) -> int:
+        """Bytes of what modes have copies of; what else they have is views."""
+        arrays = self._weights.arrays
+        copies = (v for (n, _), v in self._views.items() if self._weights.copies(arrays[n][0]))
+        return sum(shard.data.nbytes for each in copies for shard in each.addressable_shards)
+
+    def let_go(self, nth: int) -> None:
+        """Hold the nth array no more, nor what shares its memory; `take` is to follow."""
+        arrays = self._weights.arrays
+        names = {weight.name for weight in arrays[nth]}
+        gone = {n for n, (first, *_) in enumerate(arrays) if first.tied_to in names} | {nth}
+        self._given[nth], self._stored = None, ()
+        self._by_use.clear()
+        self._views = {key: view for key, view in self._views.items() if key[0] not in gone}
+
+    def take(self, nth: int, array: jax.Array) -> None:
+        """Hold an array, like those that `fill` takes, as the nth; `view` is to follow."""
+        self.let_go(nth)
+        self._given[nth] = array_on_group(array, self.mesh)
+
+    def view(self) -> None:
+        """Make the weights of every mode that steps have been run in."""
         for use in self._uses:
             self.params(*use)
 
     def wait(self) -> None:
         """Wait until all of it is on the devices. Raises what made a transfer fail."""
         pools = [] if self._sizes is None else self.pools
-        jax.block_until_ready((self._stored, pools))
+        jax.block_until_ready((self._given, pools))
 
     def drop(self) -> None:
         """Let go of weights and pools, when no step is in flight. Extents on the host stay.
 
         Of one whose copy has failed whoever reads it will hear.
         """
+        self.drop_weights()
+        self.drop_pools()
+
+    def drop_weights(self) -> None:
+        """Let go of all weights, when no step is in flight."""
+        self._given, self._stored = [], ()
+        self._by_use.clear()
+        self._views.clear()
+
+    def drop_pools(self) -> None:
+        """Let go of the pools, when no step is in flight."""
         if self.host is not None:
             self.host.prefetch(())
             with suppress(Exception):
                 self.host.settle()
-        self._stored = ()
-        self._by_use.clear()
-        self._views.clear()
         self._device_pools.drop(self.mesh)
+
+    @property
+    def num_pool_bytes(self) -> int:
+        """Bytes of the pools on the devices of this group and of all that share them with it."""
+        return self._device_pools.num_bytes
+
+    def make_pools(self) -> None:
+        """Make empty pools where the devices have none."""
+        if self._sizes is not None and not self._device_pools.has(self.mesh):
+            self.allocate(self._sizes)
 
     def prepare(self, sizes: PoolOptions, extents: Extents | None) -> None:
         """Make pools where the devices have none yet, and a host tier over `extents`, if any."""
         self._sizes = sizes
-        if not self._device_pools.has(self.mesh):
-            self._device_pools.allocate(self.mesh, self._weights.layout, sizes)
+        self.make_pools()
         if extents is not None:
             self.host = HostTier(self.mesh, self.layout, sizes, extents)
 

@@ -95,11 +95,10 @@ class Joiner:
             self._found[members] = array
             return
         assert isinstance(array.sharding, NamedSharding)
-        if members not in self._found:
-            shape = joined_shape(members)
-            self._found[members] = _zeros(shape, array.dtype, array.sharding)()
-        put = _putter(array.sharding, len(members))
-        self._found[members] = put(self._found[members], array, nth)
+        whole = self._found.get(members)
+        if whole is None:
+            whole = _zeros(joined_shape(members), array.dtype, array.sharding)()
+        self._found[members] = put_member(whole, array, members, nth)
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
         """Return all arrays, in their order."""
@@ -109,6 +108,12 @@ class Joiner:
 @lru_cache(maxsize=64)
 def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def put_member(array: jax.Array, shards: jax.Array, members: Members, nth: int) -> jax.Array:
+    """Return an array with other shards of its nth member, in place: `array` is no more."""
+    assert isinstance(shards.sharding, NamedSharding)
+    return _putter(shards.sharding, len(members))(array, shards, nth)
 
 
 @lru_cache(maxsize=64)

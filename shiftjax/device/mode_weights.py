@@ -169,10 +169,14 @@ class ModeWeights(NamedTuple):
 
     def _view(self, members: Members, used: Mode, stored: jax.Array) -> jax.Array:
         weight = members[0]
-        copy = self.strategy == "replicate" or weight.kind in COPIED
+        copy = self.copies(weight)
         rows, axis = self._viewed_rows(members, used), weight.axes[0]
         assert axis is not None
         return array_in_mode(stored, axis, self.layout, used, weight.name, rows=rows, copy=copy)
+
+    def copies(self, weight: Weight) -> bool:
+        """Whether modes have copies of a weight, in the place of views."""
+        return self.strategy == "replicate" or weight.kind in COPIED
 
     def _rows(self, weight: Weight, used: Mode) -> int:
         """How many rows of a weight that has views a device uses."""

@@ -7,12 +7,13 @@ and again is read once (`HostWeights`) and then costs the host no copy.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx.traversals import unflatten_mapping
@@ -131,28 +132,15 @@ def load_rows(
     joiner = Joiner(arrays or [(weight,) for weight in model.declared])
     errors: dict[str, jax.Array] = {}
     plains = plain_weights(layout, model.formats)
+    values = rows_values(layout, mesh, rows)
     for done, plain in enumerate(plains):
         progress("weights", done, len(plains))
-        weight = stored[plain.name]
-        if weight.tied_to is not None:
+        if stored[plain.name].tied_to is not None:
             joiner.put(plain.name, None)
             continue
-        if weight.kind != "codes":
-            dtype = dtype_of(weight, model.formats)
-            joiner.put(plain.name, _load_one(plain, dtype, layout, mesh, rows))
-            continue
-        names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS, ZERO))
-        parts = tuple(stored[name] for name in names if name in stored)
-        codes = codes_in(layout.model, model.formats)
-        if codes is not None and not codes.are_made_anew:
-            placed = _load_codes(plain, parts, layout, mesh, rows)
-        else:
-            values = _load_one(plain, model.dtype, layout, mesh, rows)
-            shardings = tuple(stored_sharding(each, layout, mesh) for each in parts)
-            blocks = weight.shape if plain.transposed else None
-            is_judged = codes is not None
-            *placed, error = _quantiser(blocks, shardings, is_judged)(values)
-            errors |= {plain.name: error} if is_judged else {}
+        parts = parts_of(plain, model)
+        placed, error = place_weight(plain, parts, model, layout, mesh, values, rows)
+        errors |= {} if error is None else {plain.name: error}
         for part, array in zip(parts, placed, strict=True):
             joiner.put(part.name, array)
     _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
@@ -160,6 +148,49 @@ def load_rows(
         joiner.put(scales.name, _load_one(scales, np.dtype(np.float32), layout, mesh, rows))
     progress("weights", len(plains), len(plains))
     return joiner.arrays()
+
+
+# One plain weight as a dtype, where it is stored.
+Values = Callable[[Weight, np.dtype], jax.Array]
+
+
+def rows_values(layout: Layout, mesh: Mesh, rows: Rows) -> Values:
+    """Return what places plain weights out of rows that the host has."""
+    return partial(_load_one, layout=layout, mesh=mesh, rows=rows)
+
+
+def parts_of(plain: Weight, model: ModelDef) -> tuple[Weight, ...]:
+    """Return what is stored of a plain weight: itself, or its codes and what belongs to them."""
+    stored = {weight.name: weight for weight in model.declared}
+    if stored[plain.name].kind != "codes":
+        return (stored[plain.name],)
+    names = (f"{plain.name}{suffix}" for suffix in ("", SCALE, INPUTS, ZERO))
+    return tuple(stored[name] for name in names if name in stored)
+
+
+def place_weight(
+    plain: Weight,
+    parts: tuple[Weight, ...],
+    model: ModelDef,
+    layout: Layout,
+    mesh: Mesh,
+    values: Values,
+    rows: Rows,
+) -> tuple[list[jax.Array], jax.Array | None]:
+    """Return what is stored of a plain weight, and the error of codes that are made anew.
+
+    `values` has its numbers; where codes of the checkpoint are kept, `rows` has these.
+    """
+    if parts[0].kind != "codes":
+        return [values(plain, dtype_of(parts[0], model.formats))], None
+    codes = codes_in(layout.model, model.formats)
+    if codes is not None and not codes.are_made_anew:
+        return _load_codes(plain, parts, layout, mesh, rows), None
+    shardings = tuple(stored_sharding(each, layout, mesh) for each in parts)
+    blocks = parts[0].shape if plain.transposed else None
+    quantise_ = _quantiser(blocks, shardings, codes is not None)
+    *placed, error = quantise_(values(plain, model.dtype))
+    return placed, error
 
 
 def _tell_of_codes(model: ModelConfig, formats: Formats) -> None:
@@ -286,12 +317,17 @@ class HostWeights:
             return read_rows(self._source, weight, first, last)
         name = tensor_of(weight)
         if name not in self._held:
-            self._held[name] = self._read(weight)
+            self._held[name] = self._read(weight, self._source)
         return self._held[name][first:last]
 
-    def _read(self, weight: Weight) -> np.ndarray:
-        rows = read_rows(self._source, weight, 0, _num_rows(self._source, weight))
-        codes = self._source.config.codes
+    def renew(self, weight: Weight, source: TensorSource) -> None:
+        """Hold a weight of one part as another source has it; devices keep what they have."""
+        name = tensor_of(weight)
+        self._held[name] = self._read(weight, source)
+
+    def _read(self, weight: Weight, source: TensorSource) -> np.ndarray:
+        rows = read_rows(source, weight, 0, _num_rows(source, weight))
+        codes = source.config.codes
         held = aligned_zeros(rows.shape, dtype_read(weight.kind, codes, self._dtype))
         held[:] = rows
         return held
@@ -304,6 +340,50 @@ def dtype_read(kind: Kind, codes: Codes | None, plain: DTypeLike = np.float32) -
     if kind in special:
         return special[kind]
     return np.dtype(np.float32 if kind in FLOAT32 else plain)
+
+
+def place_arrays(
+    weight: Weight,
+    dtype: np.dtype,
+    layout: Layout,
+    mesh: Mesh,
+    own: Weight,
+    tensors: Mapping[str, jax.Array],
+) -> jax.Array:
+    """Put one weight where it is stored, out of a checkpoint's tensors that are on devices.
+
+    `own` is the weight as `weights_of` has it, unpadded. The tensors may have any sharding. They
+    are turned and padded where they are, and go to where they are stored in one transfer.
+    """
+    wanted = _wanted_rows(weight, layout).astype(np.int64)
+    given = [tensors[name] for name in own.tensors]
+    turned = _turner(own, wanted.tobytes(), dtype)(*given)
+    sharding = stored_sharding(weight, layout, mesh)
+    return jax.device_put(turned, sharding, may_alias=False)  # the tensors' owner may donate them
+
+
+@lru_cache(maxsize=256)
+def _turner(weight: Weight, wanted: bytes, dtype: np.dtype) -> Any:
+    """Return what makes a stored weight of its tensors, in the order of `Weight.tensors`."""
+    rows = np.frombuffer(wanted, np.int64)
+
+    def matrix(one: Weight, given: dict[str, jax.Array]) -> jax.Array:
+        if one.axes[0] == "experts":
+            each = [matrix(one.of_expert(n), given) for n in range(one.shape[0])]
+            return jnp.stack(each)
+        found = given[one.source]
+        return (found.T if one.transposed else found).reshape(-1, *one.shape[1:])
+
+    def turn(*given: jax.Array) -> jax.Array:
+        tensors = dict(zip(weight.tensors, given, strict=True))
+        parts = [matrix(part, tensors) for part in weight.parts]
+        whole = jnp.stack(parts, axis=1) if weight.stacked else parts[0]
+        if not np.array_equal(rows, np.arange(len(whole))):
+            is_real = jnp.asarray(rows >= 0).reshape(-1, *[1] * (whole.ndim - 1))
+            whole = jnp.where(is_real, whole[np.maximum(rows, 0)], 0)
+        return whole.astype(dtype)
+
+    return jax.jit(turn)
 
 
 def _load_one(

@@ -182,6 +182,13 @@ class DevicePools:
         held = {device for devices in self._held for device in devices}
         return held.union(self._loose).issuperset(mesh.devices.flat)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pools."""
+        pools = [*self._held.values(), *self._loose.values()]
+        arrays = [array for each in jax.tree.leaves(pools) for array in each.addressable_shards]
+        return sum(shard.data.nbytes for shard in arrays)
+
     def take(self, mesh: Mesh) -> FlatPools:
         """Return the pools of the devices of a mesh, as arrays on it."""
         devices = tuple(mesh.devices.flat)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 from shiftjax.core.lane import Lane, load_of
 from shiftjax.core.limits import RequestLimits
-from shiftjax.core.request import Request, SequenceState, StepPlan
+from shiftjax.core.request import Request, SequenceState
 from shiftjax.core.topology import Topology
 from shiftjax.fleet.fleet_policy import FleetPolicy, Wish
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew
@@ -45,7 +45,6 @@ MOST_REMEMBERED = 4096  # changes that `history` keeps
 CLOSE_SECONDS = 30.0  # that groups may take until no step of theirs is in flight
 MOST_FAILED_MOVES = 3  # in `FAILED_MOVES_SECONDS`; then requests are not moved any more
 FAILED_MOVES_SECONDS = 600.0
-NOTHING = StepPlan([], 0, 0, 0, [], [], step_id=-1)
 logger = logging.getLogger(__name__)
 
 
@@ -401,7 +400,7 @@ class Fleet(Topology):
             if other.group.overlaps(lane.group):
                 other.in_flight.clear()
                 if other.scheduler.requests:
-                    other.scheduler.fail(NOTHING, "")
+                    other.scheduler.forget_all()
 
     def check(self) -> None:
         """Conservation. Raises RuntimeError at the first breach."""
