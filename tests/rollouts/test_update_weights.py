@@ -126,6 +126,7 @@ def test_phases_have_new_weights_from_one_copy():
     assert state is not None and state.num_switches >= 3
 
 
+@pytest.mark.costs(12)
 def test_beside_all_weights_there_are_two_copies_of_one(monkeypatch):
     """Also where the weights of all layers are one array: it is written in place."""
     monkeypatch.setattr(groups, "JOINED_ON", ("cpu",))
@@ -171,6 +172,7 @@ def test_a_trainer_may_do_with_its_arrays_what_it_likes():
     assert answers(built) == [expected(new, p) for p in PROMPTS]
 
 
+@pytest.mark.costs(12)
 def test_weights_come_from_files_and_pairs(tmp_path):
     directory, _, _ = checkpoint()
     built = make(directory, 2, 1)
@@ -265,7 +267,7 @@ def test_a_block_that_old_weights_have_begun_is_not_found():
     assert cached(events) == 0
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", [True, *thorough(False)])
 def test_a_request_in_flight_says_which_weights_made_which_token(monkeypatch, recompute):
     directory, _, old = checkpoint()
     llm = LLM(str(directory), sp=2, tp=1, **OPTIONS)
