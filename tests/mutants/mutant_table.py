@@ -14,6 +14,7 @@ from rows_plans import ROWS as PLANS
 from rows_positions import ROWS as POSITIONS
 from rows_reproduce import ROWS as REPRODUCE
 from rows_requests import ROWS as REQUESTS
+from rows_rollouts import ROWS as ROLLOUTS
 from rows_routing import ROWS as ROUTING
 from rows_serving import ROWS as SERVING
 from rows_sizes import ROWS as SIZES
@@ -24,6 +25,17 @@ from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
-    *(*LATENTS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROUTING, *SERVING, *SIZES, *STORED),
+    *(
+        *LATENTS,
+        *PLANS,
+        *POSITIONS,
+        *REPRODUCE,
+        *REQUESTS,
+        *ROLLOUTS,
+        *ROUTING,
+        *SERVING,
+        *SIZES,
+        *STORED,
+    ),
     *(*SUMS, *TIME, *WINDOWS),
 )

@@ -120,7 +120,7 @@ BLOCKS_ROWS = (
     ),
     Mutant(
         "salts share their prefixes", "blocks", BLOCKS,
-        "repr((model, kv, adapter, salt))", "repr((model, kv, adapter))",
+        "identity = model, kv, adapter, salt", "identity = model, kv, adapter",
         (TEST_BLOCKS,), "one tenant can time what another has asked",
     ),
     Mutant(
@@ -330,7 +330,8 @@ DRAFTS_ROWS = (
     ),
     Mutant(
         "tenants guess from each other's outputs", "drafts", SPECULATION,
-        "corpus=(request.adapter, request.cache_salt),", "corpus=request.adapter,",
+        "corpus=(request.adapter, request.cache_salt, self._version),",
+        "corpus=(request.adapter, self._version),",
         (TEST_SPECULATION,), "the speed of an answer tells what others were answered",
     ),
     Mutant(
