@@ -121,6 +121,11 @@ class ModelOptions:
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )
+    numerics: Literal["fast", "float32", "invariant", "integer"] = option(
+        "fast",
+        "invariant, integer: the same bits in every mode, batch and chunk; float32: nearly, and "
+        "cheaper",
+    )
     deterministic: bool = option(
         False,
         "attention gives a sequence the same bits whatever runs beside it; slower for few",

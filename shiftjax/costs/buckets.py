@@ -63,7 +63,7 @@ def worthwhile(seconds: Mapping[int, float]) -> tuple[int, ...]:
 
 
 def make_buckets(
-    sizes: Iterable[int], max_seqs: int, layout: Layout, max_rows: int = 0
+    sizes: Iterable[int], max_seqs: int, layout: Layout, max_rows: int = 0, least_rows: int = 1
 ) -> list[Bucket]:
     """Return the buckets of every token count, padded so that P devices can split tokens and rows.
 
@@ -73,17 +73,20 @@ def make_buckets(
 
     Rows are padded like tokens: the LM head of one row alone is ten times slower on a CPU. For
     the same reason BASE never leaves a device with a single token. Where layers compute rows
-    alone, large sizes come with few rows, too: a prompt has one.
+    alone, large sizes come with few rows, too: a prompt has one. A device has no fewer than
+    `least_rows` of either in any mode.
     """
     devices = layout.num_devices
     seqs = round_up(max(max_seqs, SMALLEST_TOKENS), devices)
     sizes = sorted(sizes)
     widest = min((n for n in sizes if n >= max_rows), default=math.inf)  # that may be all rows
-    least = 2 * layout.sp if layout.sp > 1 else 1
+    least = layout.sp * max(least_rows, 2 if layout.sp > 1 else 1)
     buckets = [
         Bucket(
             round_up(max(n, least), devices),
-            size := round_up(min(n, max(seqs, max_rows) if n <= widest else seqs), devices),
+            size := round_up(
+                min(max(n, least_rows), max(seqs, max_rows) if n <= widest else seqs), devices
+            ),
             min(size, seqs),
         )
         for n in sizes

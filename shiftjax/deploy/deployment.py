@@ -13,6 +13,7 @@ from pallas_kernels.window import Window
 from shiftjax.arch.cache import blocks_kept, longest_kept
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.formats import Formats
+from shiftjax.arch.numerics import NUMERICS, Numerics, NumericsName
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.policies import POLICIES
 from shiftjax.core.policy import Policy
@@ -92,6 +93,7 @@ class Deployment:
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
     deterministic: bool = False  # attention of a sequence does not depend on the others
+    numerics: NumericsName = "fast"  # of sums over devices
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
     parks: bool = False  # computes prompts alone (`phases/resharding.py`)
@@ -143,6 +145,21 @@ class Deployment:
     def policy_class(self) -> type[Policy]:
         """What chooses the modes of its steps."""
         return POLICIES[self.policy]
+
+    @property
+    def of_numerics(self) -> Numerics:
+        """How its steps sum over devices, and what that promises."""
+        return NUMERICS[self.numerics]
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the attention of a sequence has the same bits whatever runs beside it."""
+        return self.deterministic or self.of_numerics.is_strict
+
+    @property
+    def bars_switch(self) -> bool:
+        """Whether no switch may do its sums: none is known to add in one order, or wider."""
+        return self.is_deterministic or self.of_numerics.is_wide
 
     @property
     def shifts(self) -> bool:
@@ -199,7 +216,8 @@ class Deployment:
     def buckets(self) -> list[Bucket]:
         """The sizes of steps, smallest first."""
         most = self.budgets.max_step_seqs
-        return make_buckets(self.token_buckets, most, self.layout, self.max_draft_rows)
+        least = self.of_numerics.least_rows
+        return make_buckets(self.token_buckets, most, self.layout, self.max_draft_rows, least)
 
     @property
     def step_sizes(self) -> tuple[int, ...]:
@@ -319,7 +337,7 @@ class Deployment:
     def sums_by_switch(self) -> bool:
         """Whether a switch may do sums of its steps (`models/sum_backend.py`)."""
         is_one_group = self.dp == self.pp == 1
-        return is_one_group and self.attention != "xla" and not self.deterministic
+        return is_one_group and self.attention != "xla" and not self.bars_switch
 
     def costs(self, machine: Machine, engine: EngineOverhead) -> GroupCosts:
         """The seconds of a group's steps on a machine, whatever stages it has."""

@@ -20,7 +20,7 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
     Raises ConfigError where it asks for what cannot be had.
     """
     wanted, layout = config.cache.kv_split, deployment.layout
-    if wanted == "replicate":
+    if wanted == "replicate" or (wanted == "auto" and deployment.of_numerics.is_strict):
         return deployment
     split = split_of(deployment)
     if split is None:

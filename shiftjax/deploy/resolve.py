@@ -19,6 +19,7 @@ from shiftjax.costs.memory import (
 from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.expert_storage import expert_problems, with_experts
+from shiftjax.deploy.numerics_rule import check_numerics
 from shiftjax.deploy.position_rule import with_positions
 from shiftjax.deploy.window_rule import with_freed_blocks
 from shiftjax.draft_options import DraftOptions
@@ -127,6 +128,7 @@ def resolve(
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
         deterministic=config.model.deterministic,
+        numerics=config.model.numerics,
         gpu_options=config.compile.gpu_options,
         pp=config.parallel.pp,
         overlap=scheduler.overlap,
@@ -136,6 +138,7 @@ def resolve(
         seed=config.model.seed,
     )
     deployment = with_positions(config, deployment, devices)
+    check_numerics(config, deployment)
     _ = deployment.fixed  # that its groups can be formed
     check_host_block(deployment)
     return deployment

@@ -12,7 +12,7 @@ from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.choosers import expert_modes_of
-from shiftjax.device.gpu_options import gpu_options
+from shiftjax.device.gpu_options import check_strict, gpu_options
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.joined import JOINED_ON
 from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
@@ -75,6 +75,7 @@ def define_steps(
     found: dict[Group, StepDef] = {}
     own = own_devices(devices)[0]
     options = gpu_options(own, deployment.gpu_options)
+    check_strict(own, deployment.of_numerics)
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
@@ -91,7 +92,7 @@ def define_steps(
             SumNeeds(
                 list(meshes[groups[0]].devices.flat) if len(groups) == 1 else (),
                 attention.name,
-                of_width.deterministic,
+                of_width.bars_switch,
                 try_sums,
             ),
         )
@@ -106,7 +107,8 @@ def define_steps(
         for group, mesh in meshes.items():
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
             kernels = {"products": products, "norms": norms, "sums": sums}
-            found[group] = replace(step, expert_modes=used, **kernels)
+            of_step = {"expert_modes": used, "numerics": of_width.of_numerics}
+            found[group] = replace(step, **of_step, **kernels)
     return found
 
 
@@ -131,10 +133,10 @@ def attention_of(
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
     dtypes = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
     has_drafts = deployment.drafts.speculation != "none"
-    needs = AttentionNeeds(deployment.deterministic, has_drafts, deployment.attention)
+    needs = AttentionNeeds(deployment.is_deterministic, has_drafts, deployment.attention)
     chosen = []
     for own in layouts_by_heads(layout):
-        shape = shape_of(own, formats, size, deployment.buckets[-1], deployment.deterministic)
+        shape = shape_of(own, formats, size, deployment.buckets[-1], deployment.is_deterministic)
         tries = None if check is None else partial(check, shape)
         chosen.append(choose_attention(own, device, dtypes, size, needs, tries))
     return by_heads(layout.model, chosen)

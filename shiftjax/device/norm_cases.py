@@ -79,7 +79,7 @@ def kernels(
     """Return what adds and norms with the kernel; `backend` is for tests alone."""
     add_norm = (backend or pallas_norms(shape)).add_norm
     assert add_norm is not None
-    return lambda stream, weight: add_norm(stream, weight, lambda x: x, step.codes)
+    return lambda stream, weight: add_norm(stream, weight, lambda x, _: x, step.codes)
 
 
 def operations(
@@ -88,7 +88,7 @@ def operations(
     """Return the model's own operations, which the kernel is held against."""
 
     def add_norm(stream: Stream, weight: jax.Array) -> tuple[jax.Array, Activations]:
-        x = stream.whole(lambda x: x, shape.scale)
+        x = stream.whole(lambda x, _: x, shape.scale)
         weight = 1.0 + weight.astype(jnp.float32) if shape.offset else weight
         normed = rms_norm(x, weight, shape.eps, in_float32=shape.in_float32)
         return x, quantise_blocks(normed) if step.codes else normed

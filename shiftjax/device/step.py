@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, UInt32
 
+from shiftjax.arch.numerics import FAST, Numerics
 from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.routing import num_counted
 from shiftjax.device.mesh import (
@@ -62,6 +63,9 @@ COMPILER_OPTIONS = {
     "tpu": {},
 }
 
+# A program rounds where it says so: XLA would keep float32 inside of fusions, which programs of
+# other modes and sizes have elsewhere.
+STRICT_OPTIONS = {"xla_allow_excess_precision": False}
 
 # Of `RowMasks`: all devices split what has an entry for each token.
 TABLE_SPECS = vocab_spec(), replicated_spec(), replicated_spec(), vocab_spec()
@@ -156,6 +160,7 @@ class StepDef:
     products: Products = XLA_PRODUCTS
     norms: NormBackend = XLA_NORMS
     sums: SumBackend = XLA_SUMS
+    numerics: Numerics = FAST
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
@@ -208,6 +213,7 @@ class StepDef:
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
         lowered = step.lower(params, pools, last_tokens, flat, tables, *hidden)
         options = COMPILER_OPTIONS[self.platform] | self.gpu_options
+        options |= STRICT_OPTIONS if self.numerics.is_strict else {}
         return lowered.compile(compiler_options=options)
 
     def hidden(self, mode: Mode, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -231,7 +237,8 @@ class StepDef:
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
         if self.counts:
             given_back = *given_back, everywhere if is_spread(self.mesh) else counts_spec()
-        parallel = Parallel(self.layout, mode, self.experts_in(mode, packing.num_tokens))
+        experts = self.experts_in(mode, packing.num_tokens)
+        parallel = Parallel(self.layout, mode, experts, self.numerics)
 
         def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":

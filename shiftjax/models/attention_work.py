@@ -84,7 +84,7 @@ def loop_sizes(
     if platform == "gpu":
         return GPU_SIZES._replace(whole_rows=deterministic)
     if deterministic:
-        return CPU_SIZES._replace(whole_rows=True)
+        return CPU_SIZES._replace(whole_rows=True, tile_chunk=64)  # as of rows
     return CPU_DRAFT_SIZES if drafts and not exchanges else CPU_SIZES
 
 

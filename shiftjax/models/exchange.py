@@ -43,8 +43,11 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
+from shiftjax.arch.numerics import FAST, Numerics
+from shiftjax.models.sums import SUMS, Ways
 from shiftjax.parallel.grid import (
     ALL_AXES,
     DEAL_AXIS,
@@ -71,6 +74,7 @@ class Parallel:
     layout: Layout
     mode: Mode
     experts: Mode | None = None  # as which its steps use experts; None: SHIFT
+    numerics: Numerics = FAST  # how partial products are summed
 
     def of_heads(self, heads: int) -> "Parallel":
         """The same for layers with such heads (`ModelConfig.head_shapes`)."""
@@ -90,13 +94,24 @@ class Parallel:
         return jax.lax.dynamic_slice_in_dim(per_token, start, count)
 
     def reduce(self, partial: Activations) -> Activations:
-        """Sum the partial products of a row-parallel weight over the devices that split it.
+        """Sum over the devices that split a weight, in any order and in the type of what comes.
 
         In SHIFT these are all, in whatever mode's mesh: late layers run in SHIFT inside of BASE.
         """
         if self.layout.ways(self.mode) == 1:
             return partial
         return jax.lax.psum(partial, WEIGHT_AXES if self.splits_tokens else ALL_AXES)
+
+    @property
+    def num_leaves(self) -> int:
+        """Leaves of a weight that a device has: one a device of the widest group (`sums.py`)."""
+        return self.layout.padded_for // self.layout.ways(self.mode)
+
+    def sum(self, partial: Float[Array, "*leaves tokens width"], dtype: DTypeLike) -> Activations:
+        """Sum partial products as `reduce` does, in the order and format of `numerics`."""
+        axes = WEIGHT_AXES if self.splits_tokens else ALL_AXES
+        ways = Ways(axes, self.layout.ways(self.mode), self.layout.padded_for)
+        return SUMS[self.numerics.name].over(partial, ways, dtype)
 
     @property
     def place(self) -> Int[Array, ""]:

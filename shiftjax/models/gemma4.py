@@ -83,7 +83,7 @@ class ExpertsBesideMLP(MoE):
             return norm(given, self.entry_norm[...], config), scaled(routed, scale)
 
         layer = self._layer(context)._replace(enter=enter, scales=self.expert_scale[...])
-        reduce = context.parallel.reduce
+        reduce = context.parallel.sum
         dense = norm(self.dense(x, context).whole(reduce), self.dense_norm[...], config)
         routed = self._experts(residual, layer, context).whole(reduce)
         return Addend(dense + norm(routed, self.experts_norm[...], config))

@@ -150,7 +150,7 @@ def add_norm(
     the norm's in its layer. `codes` says that the next products read codes: they are given such
     where the backend has them.
     """
-    sums, norms, reduce = context.sums, context.norms, context.parallel.reduce
+    sums, norms, reduce = context.sums, context.norms, context.parallel.sum
     codes = codes and norms.gives_codes
     if weight is not None and sums is not None and is_summed(stream):
         return sums.add_norm(stream, name, weight, config, codes=codes)

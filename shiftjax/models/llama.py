@@ -204,9 +204,8 @@ class Attention(Part):
         elif not isinstance(out, Codes):
             out = parallel.gather_heads(out)
             out = out.reshape(out.shape[0], -1)
-        partial = self._in(out, "o", context.products, dtype)
         bias = self.o_bias[...] if self.config.output_bias else None
-        return Addend(partial, bias, is_partial=True)
+        return self._added(out, "o", context, bias, dtype)
 
 
 class SharingAttention(Attention):
@@ -318,7 +317,7 @@ class DecoderLayer(nnx.Module):
         given: Float[Array, "tokens width"] | None = None,
     ) -> tuple[Stream, LayerPool]:
         """Return the stream and the pool; `given` is the layer's own input, if it has one."""
-        config, reduce = self.config, context.parallel.reduce
+        config, reduce = self.config, context.parallel.sum
         stream, normed = self._entered(stream, "input_norm", self.attention, context)
         out, pool = self.attention(normed, pool, context)
         stream = replace(stream, addend=self._normed(out, "attention_out_norm", context))
@@ -353,7 +352,7 @@ class DecoderLayer(nnx.Module):
         param = getattr(self, name, None)
         if param is None:
             return out
-        return Addend(norm(out.whole(context.parallel.reduce), param[...], self.config))
+        return Addend(norm(out.whole(context.parallel.sum), param[...], self.config))
 
 
 class Cached(NamedTuple):
@@ -485,7 +484,7 @@ class Llama(nnx.Module):
 
     def hidden_states(self, stream: Stream, parallel: Parallel) -> Float[Array, "tokens hidden"]:
         """Return what a layer gives, or the embedding: the stream with all that is added to it."""
-        return stream.whole(parallel.reduce, self.config.residual_scale)
+        return stream.whole(parallel.sum, self.config.residual_scale)
 
     def take_rows(
         self,

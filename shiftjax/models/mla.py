@@ -89,6 +89,5 @@ class LatentAttention(Part):
 
     def _output(self, out: Float[Array, "tokens heads value_dim"], context: Context) -> Addend:
         """Project the heads of this device back."""
-        partial = self._in(out.reshape(out.shape[0], -1), "o", context.products)
         bias = self.o_bias[...] if self.config.output_bias else None
-        return Addend(partial, bias, is_partial=True)
+        return self._added(out.reshape(out.shape[0], -1), "o", context, bias)

@@ -9,7 +9,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
-from shiftjax.models.products import Activations, gate_with, project_gated
+from shiftjax.models.products import Activations, Codes, gate_with, project_gated
 from shiftjax.models.stream import Addend
 
 
@@ -28,19 +28,21 @@ class MLP(Part):
         """Return what is added to the stream."""
         bias = getattr(self, "down_bias", None)
         bias = None if bias is None else bias[...]
-        return Addend(self.partial(x, context), bias, is_partial=True)
+        return self._added(self._inner(x, context), "down", context, bias)
 
-    def partial(self, x: Activations, context: Context) -> Float[Array, "tokens hidden"]:
+    def partial(self, x: Activations, context: Context) -> Float[Array, "*leaves tokens hidden"]:
         """Return what this device adds to it, without the last bias."""
+        return self._in(self._inner(x, context), "down", context)
+
+    def _inner(self, x: Activations, context: Context) -> Float[Array, "tokens width"] | Codes:
+        """Return what `down` multiplies."""
         products, activation = context.products, self.config.activation
         if hasattr(self, "gate_bias"):
             gate, up = self._outs(x, ("gate", "up"), products)
             biases = self.gate_bias[...][None], self.up_bias[...][None]
-            inner = gate_with(activation, gate + biases[0], up + biases[1])
-        else:
-            matrices = self._column("gate"), self._column("up")
-            inner = project_gated(x, matrices, self._row("down"), activation, products)
-        return self._in(inner, "down", products)
+            return gate_with(activation, gate + biases[0], up + biases[1])
+        matrices = self._column("gate"), self._column("up")
+        return project_gated(x, matrices, self._row("down"), activation, products)
 
 
 class OwnExperts(Part):

@@ -112,6 +112,6 @@ def why_not_normed(shape: NormShape) -> str | None:
     assert add_norm is not None
 
     def trace(x: Array, weight: Array) -> tuple[Rows, Activations]:
-        return add_norm(Stream(x, Addend(x)), weight, lambda x: x, shape.codes)
+        return add_norm(Stream(x, Addend(x)), weight, lambda x, _: x, shape.codes)
 
     return what_tracing_says(lambda: jax.eval_shape(trace, x, weight))

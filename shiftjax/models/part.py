@@ -10,15 +10,18 @@ from pallas_kernels.call import CodeKind
 from pallas_kernels.head_terms import Projected
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
+from shiftjax.models.layers import Context
+from shiftjax.models.leaves import row_product
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.products import (
     Activations,
     Matrix,
     block_of,
-    project_in,
     project_joined,
     project_parts,
+    result_type,
 )
+from shiftjax.models.stream import Addend
 from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.four_bits import ZERO
 from shiftjax.parallel.stored import INPUTS, SCALE
@@ -71,14 +74,23 @@ class Part(nnx.Module):
         self,
         x: Activations,
         name: str,
-        products: Products = XLA_PRODUCTS,
+        context: Context,
         dtype: DTypeLike | None = None,
-    ) -> Float[Array, "tokens out"]:
-        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes.
+    ) -> Float[Array, "*leaves tokens out"]:
+        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
+        return row_product(x, self._row(name), context.products, context.parallel, dtype)
 
-        What comes out is of a type, else of that of `x`.
-        """
-        return project_in(x, self._row(name), products, dtype)
+    def _added(
+        self,
+        x: Activations,
+        name: str,
+        context: Context,
+        bias: Float[Array, " hidden"] | None,
+        dtype: DTypeLike | None = None,
+    ) -> Addend:
+        """Return what a row-parallel matrix adds to a stream of a type, else of that of `x`."""
+        partial = self._in(x, name, context, dtype)
+        return Addend(partial, bias, is_partial=True, dtype=result_type(x, dtype))
 
     def has_codes(self, name: str) -> bool:
         """Whether a row-parallel matrix multiplies codes."""

@@ -187,7 +187,7 @@ def _by_numbers(
     """Multiply by a matrix of plain numbers, or of four bits."""
     x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
     if matrix.scale is None:
-        return jnp.einsum(plain, x, matrix.values).astype(out_type)
+        return jnp.einsum(plain, x, matrix.values, preferred_element_type=out_type)
     return packed(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
 
 

@@ -10,24 +10,28 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-# Sums what the devices that split a weight have: `Parallel.reduce`.
-Reduce = Callable[[jax.Array], jax.Array]
+# Sums what the devices that split a weight have, and rounds to a type: `Parallel.sum`.
+Reduce = Callable[[jax.Array, DTypeLike], jax.Array]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Addend:
-    """What a part of a layer adds to the stream, in the type of the stream."""
+    """What a part of a layer adds to the stream."""
 
-    values: Float[Array, "tokens hidden"]
+    values: Float[Array, "*leaves tokens hidden"]  # of leaves: `sums.py`
     bias: Float[Array, " hidden"] | None = None  # of the sum; None: none
     is_partial: bool = field(default=False, metadata={"static": True})  # to be summed over devices
+    # Of the sum, and of the stream; None: that of the values.
+    dtype: DTypeLike | None = field(default=None, metadata={"static": True})
 
     def summed(self, reduce: Reduce) -> Float[Array, "tokens hidden"]:
         """Return the sum over devices, without its bias."""
-        return reduce(self.values) if self.is_partial else self.values
+        dtype = self.values.dtype if self.dtype is None else self.dtype
+        return reduce(self.values, dtype) if self.is_partial else self.values
 
     def whole(self, reduce: Reduce) -> Float[Array, "tokens hidden"]:
         """Return the sum over devices, with its bias."""

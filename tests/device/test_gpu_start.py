@@ -1,6 +1,7 @@
 """What a start does, on GPUs above all: on virtual devices that pass for GPUs."""
 
 import logging
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,12 +9,15 @@ import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
+from shiftjax.arch.numerics import NUMERICS
 from shiftjax.core.policies import make_policy
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
+from shiftjax.device.gpu_options import check_strict
 from shiftjax.device.programs import CompileCounter, trial_step
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
+from shiftjax.options import ConfigError
 
 PROMPT = [5, 6, 7] * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -77,6 +81,14 @@ def test_a_mode_that_is_not_compiled_is_no_reason_to_compile(uncached, monkeypat
     assert tokens(events[0, 0]) == numpy_llama.greedy(config, tensors, PROMPT, 5)
     assert [list(program.steps) for program in runner.programs] == compiled
     assert counter.count == 0
+
+
+def test_strict_numerics_are_for_cpus():
+    gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
+    check_strict(jax.devices()[0], NUMERICS["invariant"])
+    check_strict(gpu, NUMERICS["float32"])
+    with pytest.raises(ConfigError, match="numerics = invariant cannot be had on NVIDIA H100"):
+        check_strict(gpu, NUMERICS["invariant"])
 
 
 def test_on_a_cpu_small_programs_run_before_traffic(monkeypatch):

@@ -14,13 +14,14 @@ from oracle import numpy_llama
 from spent import thorough
 
 from shiftjax.core.policies import FixedPolicy
-from shiftjax.core.request import SamplingParams
+from shiftjax.core.request import Event, SamplingParams
 from shiftjax.parallel.grid import Group
 
 MESHES = [(2, 2), (4, 2), (3, 2), (2, 4)]
 # Steps of two sizes where the devices are a power of two and where not; of one elsewhere.
 SIZES = {(2, 2): [8, 32], (3, 2): [8, 32]}
 OUTPUT_TOKENS = 12
+ALIGNED = {"hidden_size": 64, "vocab_size": 256, "intermediate_size": 128}  # for views of 2 bytes
 CROWDED = 42  # blocks: fewer than the sequences that want to run need
 
 
@@ -104,6 +105,38 @@ def test_sampled_tokens_are_those_of_the_request_alone(crowded):
         got = [entry.logprob for e in events for entry in e.logprobs]
         want = [entry.logprob for e in alone[key] for entry in e.logprobs]
         np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+@pytest.mark.costs(60)
+@pytest.mark.parametrize(
+    ("sp", "tp", "numerics"),
+    [(4, 2, "invariant"), *thorough((2, 2, "invariant"), (8, 1, "integer"), (1, 8, "integer"))],
+)
+def test_in_bfloat16_bits_are_those_of_the_request_alone(sp, tp, numerics):
+    """With strict `numerics`: sampled and greedy, preempted, from the prefix cache, in chunks."""
+    directory, *_ = checkpoint(**ALIGNED)
+    own = {"dtype": "bfloat16", "numerics": numerics, "token_buckets": [64]}
+    built = make(directory, sp, tp, whole=True, num_blocks=CROWDED, **own)
+    prompts = prompts_with_shared_prefixes(1)
+    params = [
+        SamplingParams(temperature=i % 2, top_p=0.9, seed=i, max_tokens=OUTPUT_TOKENS, logprobs=0)
+        for i in range(len(prompts))
+    ]
+
+    def logprobs(events: list[Event]) -> list[tuple[int, float]]:
+        return [(one.token_id, one.logprob) for event in events for one in event.logprobs]
+
+    built.engine.policy = FixedPolicy(-1)
+    alone = []
+    for prompt, own in zip(prompts, params, strict=True):
+        built.engine.flush_prefix_cache()
+        alone.append(logprobs(run(built.engine, [prompt], [own])[0, 0]))
+    built.engine.policy, before = RandomPolicy(3), built.engine.stats()
+    together = run(built.engine, prompts, params)
+    after = built.engine.stats()
+    assert [logprobs(together[i, 0]) for i in range(len(prompts))] == alone
+    assert after.num_preemptions["recompute"] > before.num_preemptions["recompute"]
+    assert after.num_prefix_hit_tokens > before.num_prefix_hit_tokens
 
 
 @pytest.mark.thorough

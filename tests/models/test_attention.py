@@ -183,6 +183,11 @@ def test_the_loops_of_gpus_take_large_rounds():
     assert loop_sizes("cpu", deterministic=True, drafts=True).row_tile is None
 
 
+def test_a_deterministic_context_is_cut_at_the_same_places_in_tiles_and_rows():
+    sizes = loop_sizes("cpu", deterministic=True)
+    assert {sizes.row_loop(rows).chunk for rows in (1, 8, 300)} == {sizes.tile_chunk}
+
+
 # Sequences whose tokens are decode rows, as drafted ones are: [tokens], [contexts], sizes.
 DRAFTED = {
     "drafts between decodes and chunks": ([1, 5, 3, 40], [300, 130, 3, 60], 64, 4, 3, 16),

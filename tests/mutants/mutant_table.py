@@ -10,6 +10,7 @@ from rows_four_bits import ROWS as FOUR_BITS
 from rows_fp8 import ROWS as FP8
 from rows_heads import ROWS as HEADS
 from rows_latents import ROWS as LATENTS
+from rows_numerics import ROWS as NUMERICS
 from rows_plans import ROWS as PLANS
 from rows_positions import ROWS as POSITIONS
 from rows_reproduce import ROWS as REPRODUCE
@@ -25,17 +26,6 @@ from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
     *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
-    *(
-        *LATENTS,
-        *PLANS,
-        *POSITIONS,
-        *REPRODUCE,
-        *REQUESTS,
-        *ROLLOUTS,
-        *ROUTING,
-        *SERVING,
-        *SIZES,
-        *STORED,
-    ),
-    *(*SUMS, *TIME, *WINDOWS),
+    *(*LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS, *ROUTING),
+    *(*SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
 )

@@ -1,0 +1,70 @@
+"""What strict numerics are not had with yet. No JAX."""
+
+from collections.abc import Iterator
+
+from shiftjax.arch.formats import FORMATS
+from shiftjax.config import EngineConfig
+from shiftjax.deploy.deployment import Deployment
+from shiftjax.options import ConfigError
+
+
+def check_numerics(config: EngineConfig, deployment: Deployment) -> None:
+    """Raise ConfigError for what would break the promise of `numerics`, each by its name."""
+    if not deployment.of_numerics.is_strict:
+        return
+    words = f"numerics = {deployment.numerics} cannot be had with"
+    problems = [
+        *_settings(config, deployment),
+        *_of_model(deployment),
+        *_formats(deployment),
+    ]
+    if problems:
+        raise ConfigError([f"{words} {problem}; use numerics = fast" for problem in problems])
+
+
+def _settings(config: EngineConfig, deployment: Deployment) -> Iterator[str]:
+    layout, hosts = deployment.layout, config.host.hosts
+    if layout.padded_for & (layout.padded_for - 1):
+        yield f"{layout.padded_for} devices of a group: leaves are summed in a binary tree"
+    if deployment.widths:
+        yield "fleet: groups of several widths are not proven to give the same bits"
+    if deployment.pp > 1:
+        yield f"pp = {deployment.pp}: stages are not proven to give the same bits"
+    if hosts not in (None, 1):
+        yield f"hosts = {hosts}: devices of several hosts are not proven to give the same bits"
+    if config.parallel.phases is not None:
+        yield f"phases = {config.parallel.phases}: phases are not proven to give the same bits"
+    if deployment.drafts.speculation != "none":
+        words = "drafted tokens are not proven to give the same bits"
+        yield f"speculation = {deployment.drafts.speculation}: {words}"
+    if layout.gathers:
+        yield "weights = gather: gathered weights are not proven to give the same bits"
+    if layout.by_position:
+        yield "kv_split = position: devices would attend to a context in other parts"
+
+
+def _of_model(deployment: Deployment) -> Iterator[str]:
+    model = deployment.layout.model
+    if model.experts is not None:
+        yield f"the experts of {model.name}: what they add is summed in the order of devices"
+    if model.latent is not None:
+        yield f"the latents (MLA) of {model.name}: their attention is not proven"
+    if model.num_late_layers:
+        yield f"the late layers (SwiftKV) of {model.name}: they are not proven"
+    if model.wide_qk_norm:
+        yield f"{model.name}, whose norms of queries and keys sum over all devices"
+    if model.layer_input_width:
+        yield f"{model.name}, whose layers have inputs of their own: they are not proven"
+    if any(model.windows):
+        yield f"the windows of {model.name}: they are not proven"
+
+
+def _formats(deployment: Deployment) -> Iterator[str]:
+    formats = deployment.formats
+    if FORMATS[formats.activations].dtype.itemsize > 2:
+        words = "XLA sums products of float32 in another order where they have other rows"
+        yield f"dtype = {formats.activations}: {words}"
+    if FORMATS[formats.weights].dtype.itemsize < 2 or formats.has_codes_of_inputs:
+        yield f"quantization = {formats.weights}: products of codes are not proven"
+    if FORMATS[formats.kv].dtype.itemsize < 2:
+        yield f"kv_cache_dtype = {formats.kv}: a KV cache of codes is not proven"

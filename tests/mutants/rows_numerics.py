@@ -1,0 +1,43 @@
+"""Mutants of `numerics`: what the bits of a log-probability must not depend on."""
+
+from mutant import Mutant
+
+SUMS, LEAVES = "shiftjax/models/sums.py", "shiftjax/models/leaves.py"
+OF_SUMS = ("tests/models/test_sums.py",)
+BITS = ("tests/device/test_numerics.py",)
+RULE = ("tests/deploy/test_numerics_rule.py",)
+
+ROWS = (
+    Mutant(
+        "leaves are summed in the order of places", "numerics", SUMS,
+        "zip(parts[::2], parts[1::2], strict=True)",
+        "zip(parts[: len(parts) // 2], parts[len(parts) // 2 :], strict=True)",
+        OF_SUMS, "a mode that sums its own leaves has another order than one that exchanges them",
+    ),
+    Mutant(
+        "units of fixed-point numbers follow a device's own leaves", "numerics", SUMS,
+        "largest = largest if ways.num == 1 else jax.lax.pmax(largest, ways.axes)", "pass",
+        OF_SUMS, "devices add numbers of other units",
+    ),
+    Mutant(
+        "a device multiplies its leaves at once", "numerics", LEAVES,
+        "_leaves_of(x, matrix, parallel.num_leaves)", "_leaves_of(x, matrix, 1)",
+        BITS, "base and shift differ in their last bits",
+    ),
+    Mutant(
+        "XLA keeps float32 where it likes", "numerics", "shiftjax/device/step.py",
+        '{"xla_allow_excess_precision": False}', '{"xla_allow_excess_precision": True}',
+        BITS, "a program of another size rounds elsewhere",
+    ),
+    Mutant(
+        "tiles take more of a context at once than rows", "numerics",
+        "shiftjax/models/attention_work.py",
+        "whole_rows=True, tile_chunk=64)", "whole_rows=True)",
+        ("tests/models/test_attention.py",), "a token of a chunk has other bits than a decoded one",
+    ),
+    Mutant(
+        "a step may have a single row", "numerics", "shiftjax/arch/numerics.py",
+        "LEAST_ROWS = 8", "LEAST_ROWS = 1",
+        RULE, "XLA multiplies one row in another order",
+    ),
+)  # fmt: skip
