@@ -13,6 +13,8 @@ head: row = head * n + token. Thread blocks stay and take tiles from the work in
 the computation is that of FlashAttention-3 (Shah et al., arXiv 2407.08608), base 2.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +24,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.head_codes import Heads, like_heads, wrong_codes
-from pallas_kernels.mosaic import FP8, scales_in_memory, swizzled
+from pallas_kernels.mosaic import FP8, LOG2_E, scales_in_memory, swizzled
 from pallas_kernels.prefill_combine import combine_parts
 from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
 from pallas_kernels.prefill_memory import await_the_end, fetch_piece
@@ -30,6 +32,7 @@ from pallas_kernels.prefill_terms import (
     Inputs,
     Kernel,
     Outputs,
+    PartHeads,
     Problem,
     Shared,
     count_pieces,
@@ -61,6 +64,37 @@ def prefill_attention(
     Arguments as in `paged_attention.ragged_paged_attention`. Raises ValueError for what the kernel
     cannot do.
     """
+    return _attended(q, kv, work, options, config)
+
+
+def prefill_parts(
+    q: Float[Array, "tokens heads head_dim"] | Queries,
+    kv: PagedKV,
+    work: PrefillWork,
+    options: AttentionOptions,
+    config: PrefillConfig = DEFAULT_CONFIG,
+) -> PartHeads:
+    """Attention of tiles over a part of their contexts, to be put together with others.
+
+    The part is the spans of the work's jobs, which may be none. Values have q's type; those of
+    padding are zeros, and of decode rows unspecified. Arguments as of `prefill_attention`, but for
+    sinks and codes, which are for who has all parts.
+    """
+    options = options._replace(sinks=None, codes=None)
+    found = _attended(q, kv, work, options, config, gives_lse=True)
+    missing = (options.soft_cap or 0.0) * LOG2_E  # of every logit: `prefill_softmax.cap`
+    return found._replace(lse=found.lse + missing)
+
+
+def _attended(
+    q: jax.Array | Queries,
+    kv: PagedKV,
+    work: PrefillWork,
+    options: AttentionOptions,
+    config: PrefillConfig,
+    *,
+    gives_lse: bool = False,
+) -> Any:
     tokens, heads, head_dim = q.shape
     _, kv_heads, block_size, _ = kv.k_pool.shape
     n = tokens_per_warpgroup(heads // kv_heads)
@@ -78,6 +112,7 @@ def prefill_attention(
         kv_tile=0,
         stages=0,
         config=config,
+        gives_lse=gives_lse,
     )
     problem = choose_rounds(problem)
     check(problem, heads, [] if options.codes is None else wrong_codes(head_dim))
@@ -93,6 +128,8 @@ def run(problem: Problem, inputs: Inputs) -> Outputs:
     arrays, tree = jax.tree.flatten(inputs)
     like = jax.ShapeDtypeStruct(inputs.q.shape, problem.out_dtype)
     out = like_heads(like, problem.options.codes)
+    if problem.gives_lse:
+        out = PartHeads(out, jax.ShapeDtypeStruct(like.shape[1::-1], jnp.float32))
     outputs = Outputs(out, None, None)
     if parts := 2 * inputs.work.splits.shape[0]:
         rows = parts, problem.kv_heads, COMPUTE_WARPGROUPS, WARPGROUP_ROWS
@@ -125,7 +162,7 @@ def run_block(kernel: Kernel) -> None:
     warpgroup = lax.axis_index("warpgroup")
     count = count_pieces(kernel.problem, kernel.inputs)
     # Registers of a thread: two compute warpgroups and the memory's have 504 together.
-    is_plain = not kernel.problem.is_fp8 and kernel.problem.options.codes is None
+    is_plain = not kernel.problem.is_fp8 and not kernel.problem.gives_units
     compute_registers, memory_registers = (224, 56) if is_plain else (216, 72)
 
     @pl.when(warpgroup < COMPUTE_WARPGROUPS)
@@ -213,13 +250,16 @@ def shared_memory(problem: Problem) -> Shared:
     ready = plgpu.Barrier(num_arrivals=1 if problem.is_fp8 else copies, num_barriers=stages)
     free = plgpu.Barrier(num_arrivals=COMPUTE_WARPGROUPS, num_barriers=stages)
     units = None if problem.options.codes is None else plgpu.SMEM(rows, jnp.float32)
+    row_token = plgpu.SMEM(rows, jnp.int32)
+    if problem.gives_lse:  # which has no room of its own: every buffer takes a multiple of 1 KB
+        row_token = plgpu.SMEM((2 * COMPUTE_WARPGROUPS, WARPGROUP_ROWS), jnp.float32)
     return Shared(
         q_in=plgpu.SMEM((*rows, d), problem.dtype),
         q=swizzled((*rows, d), problem.dtype),
         k=stage,
         v=stage,
         out=None if problem.out_in_queries else plgpu.SMEM((*rows, d), problem.stage_dtype),
-        row_token=plgpu.SMEM(rows, jnp.int32),
+        row_token=row_token,
         q_ready=plgpu.Barrier(num_arrivals=problem.q_per_kv, num_barriers=COMPUTE_WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),
         k_ready=ready,

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded
 from pallas_kernels.mosaic import LOWEST, WGMMA, filled, store
-from pallas_kernels.prefill_rows import Leaving, put_codes, put_rows, row_sinks, store_scales
-from pallas_kernels.prefill_terms import Inputs, Outputs, Problem, rows_of
+from pallas_kernels.prefill_rows import Leaving, put_codes, put_part, row_sinks, store_scales
+from pallas_kernels.prefill_terms import Inputs, Outputs, PartHeads, Problem, rows_of
 from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, Split
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
 
@@ -33,21 +33,22 @@ class Scratch(NamedTuple):
     """Shared memory: rows that leave, and of codes the largest sizes that warpgroups have found."""
 
     stage: Any  # [64, columns of the thread block]
-    units: Any = None  # [64] scales of codes
+    units: Any = None  # [64] scales of codes, or lse
     most: Any = None  # [warpgroups, 64]
     done: Any = None
 
 
-def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads:
+def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads | PartHeads:
     """Return `outputs.out` with the rows of split tiles in it, in place where that may be."""
     result, work = jax.tree.map(jax.new_ref, outputs.out), inputs.work
     read = work.splits, work.counts, outputs.parts, outputs.lse, inputs.sinks, inputs.fixed
     arrays, tree = jax.tree.flatten(read)
     warpgroups = 1 if problem.options.codes is None else BLOCK // COLUMNS
     scratch = Scratch(plgpu.SMEM((ROWS, warpgroups * COLUMNS), problem.stage_dtype))
+    if problem.gives_units:
+        scratch = scratch._replace(units=plgpu.SMEM((ROWS,), jnp.float32))
     if problem.options.codes is not None:
         scratch = scratch._replace(
-            units=plgpu.SMEM((ROWS,), jnp.float32),
             most=plgpu.SMEM((warpgroups, ROWS), jnp.float32),
             done=plgpu.Barrier(num_arrivals=warpgroups),
         )
@@ -91,16 +92,23 @@ def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any, **buff
             )
 
         sink = None if sinks is None else row_sinks(problem, sinks, head, index)
-        weighted, total, _ = _sum(split.parts, read, sink)
+        weighted, total, top = _sum(split.parts, read, sink)
         combined = weighted * _along(1.0 / total, weighted)
         leaving = Leaving(result, scratch.stage, scratch.units, fixed)
         if isinstance(result, CodedHeads):
             put_block = functools.partial(put_codes, problem, leaving, rows, head)
             _with_others(scratch, problem.out_dtype, fixed, combined, put_block)
         else:
-            leaving = leaving._replace(out=result.at[:, :, columns])
-            put_rows(problem, leaving, rows, head, combined.astype(problem.out_dtype))
+            leaving = leaving._replace(out=_some(result, columns))
+            put_part(problem, leaving, rows, head, combined, top + jnp.log2(total), block == 0)
         plgpu.wait_smem_to_gmem(0)
+
+
+def _some(result: Any, columns: Any) -> Any:
+    """Return where some columns of heads go to."""
+    if isinstance(result, PartHeads):
+        return result._replace(values=result.values.at[:, :, columns])
+    return result.at[:, :, columns]
 
 
 def _with_others(

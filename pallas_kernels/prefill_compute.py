@@ -31,6 +31,7 @@ from pallas_kernels.prefill_terms import (
     read_piece,
     read_share,
 )
+from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
 
 
@@ -85,7 +86,8 @@ def sinks_of(kernel: Kernel, piece: Piece, turn: jax.Array) -> jax.Array | None:
 def note_row_tokens(problem: Problem, shared: Shared, warpgroup: jax.Array) -> None:
     """Write down which token a row belongs to: kept in registers, it would make others spill."""
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
-    shared.row_token.at[warpgroup][...] = lax.rem(row, jnp.full_like(row, problem.n))
+    token = lax.rem(row, jnp.full_like(row, problem.n))
+    shared.row_token.at[warpgroup][...] = token.astype(shared.row_token.dtype)
 
 
 def take_queries(problem: Problem, shared: Shared, warpgroup: jax.Array) -> None:
@@ -152,11 +154,13 @@ def put_out(
     problem, outputs, shared = kernel.problem, kernel.outputs, kernel.shared
     stage = (shared.q_in if problem.out_in_queries else shared.out).at[place.warpgroup]
     units = None if shared.units is None else shared.units.at[place.warpgroup]
+    if problem.gives_lse:
+        units = shared.row_token.at[COMPUTE_WARPGROUPS + place.warpgroup]
     leaving = Leaving(outputs.out, stage, units, kernel.inputs.fixed)
 
     def put_whole():
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rows of the piece before
-        put_heads(problem, leaving, place.share.rows, piece.head, rows)
+        put_heads(problem, leaving, place.share.rows, piece.head, rows, lse)
 
     def put_part(part):
         target = part, piece.head, place.warpgroup

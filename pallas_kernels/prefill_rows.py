@@ -8,18 +8,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.head_codes import coded
+from pallas_kernels.head_codes import CodedHeads, coded
 from pallas_kernels.mosaic import LOG2_E, WGMMA, filled, store
-from pallas_kernels.prefill_terms import Problem, Rows, for_each_head
+from pallas_kernels.prefill_terms import PartHeads, Problem, Rows, for_each_head
 from pallas_kernels.prefill_work import WARPGROUP_ROWS
 
 
 class Leaving(NamedTuple):
     """Where rows leave to, and by what shared memory, that nothing reads any more."""
 
-    out: Any  # [tokens, heads, columns] in device memory, or `CodedHeads`
+    out: Any  # [tokens, heads, columns] in device memory, or `CodedHeads`, or `PartHeads`
     stage: Any  # [64, columns] of what leaves
-    units: Any = None  # [64] scales of codes
+    units: Any = None  # [64] scales of codes, or lse
     fixed: Any = None  # [1] in device memory, the scale of all; None: they have their own
 
 
@@ -42,20 +42,47 @@ def row_sinks(problem: Problem, sinks: Any, head: jax.Array, hidden: jax.Array) 
 
 
 def put_heads(
-    problem: Problem, leaving: Leaving, tokens: Rows, head: jax.Array, rows: jax.Array
+    problem: Problem,
+    leaving: Leaving,
+    tokens: Rows,
+    head: jax.Array,
+    rows: jax.Array,
+    lse: jax.Array,
 ) -> None:
-    """Write the rows of the tokens that are owned, as numbers or as codes.
+    """Write the rows of the tokens that are owned, as numbers, with their lse, or as codes.
 
-    `rows` [64, columns] float32 are of the query heads of KV head `head`.
+    `rows` [64, columns] float32 are of the query heads of KV head `head`; `lse` [64].
     """
-    if leaving.units is None:
-        put_rows(problem, leaving, tokens, head, rows.astype(problem.out_dtype))
+    if not isinstance(leaving.out, CodedHeads):
+        put_part(problem, leaving, tokens, head, rows, lse)
         return
     codes, scale = coded(rows, problem.out_dtype, leaving.fixed, axis=1)
     store(leaving.stage, codes)
     store_scales(leaving.units, scale)
     plgpu.commit_smem()
     put_codes(problem, leaving, tokens, head)
+
+
+def put_part(
+    problem: Problem,
+    leaving: Leaving,
+    tokens: Rows,
+    head: jax.Array,
+    rows: jax.Array,
+    lse: jax.Array,
+    first: Any = True,
+) -> None:
+    """Write the rows of the tokens that are owned as numbers; with their lse, if that is given.
+
+    `rows` may be some of the columns; who has the `first` of them writes the lse.
+    """
+    out = leaving.out
+    if isinstance(out, PartHeads):
+        store(leaving.units, lse)
+        leaving = leaving._replace(out=out.values)
+    put_rows(problem, leaving, tokens, head, rows.astype(problem.out_dtype))
+    if isinstance(out, PartHeads):
+        pl.when(first)(lambda: _put_units(problem, leaving.units, out.lse, tokens, head))
 
 
 def store_scales(units: Any, scale: jax.Array) -> None:
@@ -66,11 +93,16 @@ def store_scales(units: Any, scale: jax.Array) -> None:
 def put_codes(problem: Problem, leaving: Leaving, tokens: Rows, head: jax.Array) -> None:
     """Write the codes that are in `stage`, and their scales out of `units`."""
     _copy(problem, leaving.stage, leaving.out.values, tokens, head)
-    scales, first = leaving.out.scale, head * problem.q_per_kv
+    _put_units(problem, leaving.units, leaving.out.scale, tokens, head)
+
+
+def _put_units(problem: Problem, units: Any, target: Any, tokens: Rows, head: jax.Array) -> None:
+    """Write a number of each row, [64] in shared memory, to `target` [heads, tokens]."""
+    first = head * problem.q_per_kv
 
     def put_token(token: jax.Array, _: None) -> None:
         for g in range(problem.q_per_kv):  # all under way at once
-            scales[first + g, token] = leaving.units[g * problem.n + token - tokens.start]
+            target[first + g, token] = units[g * problem.n + token - tokens.start]
 
     lax.fori_loop(tokens.begin, tokens.end, put_token, None)
 

@@ -163,6 +163,7 @@ def seen(problem: Problem, shared: Shared, place: Place, j: jax.Array) -> jax.Ar
     """Return which keys of round j the tokens of the rows see, [64, kv_tile]."""
     shape = (ROWS, problem.kv_tile)
     token = plgpu.load(shared.row_token.at[place.warpgroup], layout=WGMMA.reduce(1))
+    token = token.astype(jnp.int32)
     share = place.share
     last = token + (share.position + share.rows.start - share.rows.begin)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + j * problem.kv_tile

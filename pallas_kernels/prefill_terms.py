@@ -29,6 +29,7 @@ class Problem(NamedTuple):
     kv_tile: int  # context tokens of a round
     stages: int  # rounds in shared memory at a time
     config: PrefillConfig
+    gives_lse: bool = False  # beside the output, which then is of a part of each context
 
     @property
     def interpreted(self) -> bool:
@@ -39,6 +40,11 @@ class Problem(NamedTuple):
     def is_fp8(self) -> bool:
         """Whether keys and values must be converted."""
         return self.pool_dtype == FP8
+
+    @property
+    def gives_units(self) -> bool:
+        """Whether a number of each row leaves beside it: the scale of its codes, or its lse."""
+        return self.gives_lse or self.options.codes is not None
 
     @property
     def stage_dtype(self) -> Any:
@@ -80,7 +86,8 @@ class Shared(NamedTuple):
     k: Any  # [stages, kv_tile, head_dim]
     v: Any
     out: Any  # [2, 64, head_dim] row by row; None: `q_in` is used
-    row_token: Any  # [2, 64] which of a warpgroup's tokens a row belongs to
+    # [2, 64] which of a warpgroup's tokens a row belongs to; behind them rows' lse, where given
+    row_token: Any
     q_ready: Any  # [2]
     q_free: Any
     k_ready: Any  # [stages]
@@ -95,10 +102,17 @@ class Shared(NamedTuple):
     units: Any = None  # [2, 64] scales of the rows' codes
 
 
+class PartHeads(NamedTuple):
+    """Heads of tokens over a part of their contexts, normalised, and how much they weigh."""
+
+    values: Any  # [tokens, heads, head_dim]
+    lse: Any  # [heads, tokens] float32: of the exponentials' sums, base 2
+
+
 class Outputs(NamedTuple):
     """References to what is written: rows of whole tiles, and parts to be combined."""
 
-    out: Any  # [tokens, heads, head_dim], or `CodedHeads`
+    out: Any  # [tokens, heads, head_dim], or `CodedHeads`, or `PartHeads`
     parts: Any  # [parts, kv_heads, 2, 64, head_dim] float32, normalised; None: nothing is split
     lse: Any  # [parts, kv_heads, 2, 64] float32: of the exponentials' sums, base 2
 

@@ -17,6 +17,10 @@ from shiftjax.costs.machine import ANY, Machine, of_format
 from shiftjax.costs.work import Work
 
 LOGIT_BYTES = 4  # logits are float32
+# Of a number of a softmax that rounds put together: it is read and written in float32, and what a
+# round has found is read. As many before the first round and after the last: it begins as zeros,
+# and the output is made of it.
+ROUND_BYTES = 4 + 4 + 2
 
 
 def large_product_rate(machine: Machine, fmt: str) -> float:
@@ -67,6 +71,7 @@ class Split(NamedTuple):
     ways: int = 1
     gather: float = 0.0  # seconds of an exchange of contexts that tiles see
     gathered: int = 1  # tokens of such an exchange
+    gathers: int = 1  # exchanges of a round, after which tiles attend
 
 
 NOT_SPLIT = Split()
@@ -212,6 +217,7 @@ class KernelCosts(NamedTuple):
             round_tokens=machine.attention_round_tokens,
             lanes=machine.attention_lanes,
             split=split,
+            state=self.moved(query_heads * (value_dim or head_dim) * ROUND_BYTES),
         )
 
 
@@ -248,6 +254,7 @@ class AttentionCosts(NamedTuple):
     lanes: int
     decode_rows: int = 0  # of a tile that a decode takes in steps with prompts; 0: none of theirs
     split: Split = NOT_SPLIT
+    state: float = 0.0  # of a token's softmax, in a round of what is gathered
 
     def seconds(self, work: Work, num_rows: int) -> float:
         """Of decodes and chunks, one after the other: each is bound by reading or computing.
@@ -269,5 +276,12 @@ class AttentionCosts(NamedTuple):
         pairs = work.attention_pairs + tokens * (self.tile_rows - 1) / 2
         context = work.chunk_context_tokens  # which tiles see whole, also where it is split
         longer = max(pairs * self.pair, context * self.read * self.split.ways)
-        gathers = math.ceil(context / self.split.gathered) * self.split.gather
-        return seconds + longer + tokens * self.token + gathers
+        return seconds + longer + tokens * self.token + self._gathers(context, tokens)
+
+    def _gathers(self, context: int, tokens: int) -> float:
+        """Seconds of gathering contexts in rounds, and of putting these together."""
+        if self.split.ways == 1:
+            return 0.0
+        exchanges = math.ceil(context / self.split.gathered)
+        rounds = math.ceil(exchanges / self.split.gathers)
+        return exchanges * self.split.gather + (rounds + 1) * tokens * self.state

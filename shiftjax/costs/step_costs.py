@@ -64,7 +64,7 @@ from shiftjax.costs.switch_sums import FIRST_LAUNCHES
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
-from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERED_TOKENS_ON_CPU
+from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERED_TOKENS_ON_CPU, GATHERS
 
 if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
@@ -108,7 +108,7 @@ class CostModel:
             self.kernels.attention(
                 *(each.heads_per_device, each.model.head_dim, each.cache),
                 each.model.values_in_keys,
-                Split(each.position_ways, self.layers.move(moves), gathered),
+                Split(each.position_ways, self.layers.move(moves), gathered, GATHERS),
             )
             for each, moves in zip(layout.shapes, gathers, strict=True)
         ]

@@ -87,22 +87,18 @@ class ByRule(NamedTuple):
     words: str
 
 
-def why_by_rule(
-    model: ModelConfig, devices: Devices, attention: str, num_blocks: int | None
-) -> ByRule | None:
+def why_by_rule(model: ModelConfig, num_blocks: int | None) -> ByRule | None:
     """What `auto` does with what may split, by the settings; None: that is left to costs."""
     if num_blocks:
         return ByRule(False, "num_blocks says how many blocks there are")
     if model.latent is not None:
         return ByRule(True, "of latents every device would hold a copy")
-    if devices.has_kernels and attention != "xla":
-        return ByRule(False, "attention to split positions has no kernels for prompts")
     return None
 
 
 def _is_needed(whole: Deployment, split: Deployment, devices: Devices) -> bool:
     """Whether the rule splits, or copies hold no sequence as long as may be, as parts do."""
-    rule = why_by_rule(whole.layout.model, devices, whole.attention, whole.num_blocks)
+    rule = why_by_rule(whole.layout.model, whole.num_blocks)
     if rule is None:
         widest = (each.of_width(max(each.by_width)) for each in (whole, split))
         held = [each.longest_in(each.memory(devices)) for each in widest]

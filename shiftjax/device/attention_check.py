@@ -47,7 +47,7 @@ MODULE = "shiftjax.device.attention_cases"
 LIMIT_SECONDS = 60.0  # without a word: the start, or one case, two kernels of it
 MOST_DETAIL = 4000  # characters of a log
 FOLDER = "attention_checks"
-BACKENDS = "attention", "entry", "expert", "norm", "packed", "position", "product", "sum"
+BACKENDS = "attention", "entry", "expert", "norm", "packed", "position", "product", "sum", "tile"
 
 
 class KernelCheck(NamedTuple):

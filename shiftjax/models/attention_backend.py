@@ -153,10 +153,8 @@ def choose_attention(
             if not is_tuned:
                 own_size = block_size // layout.position_ways
                 _warn_of_safe_settings(device, layout.model.head_dim, own_size)
-            if layout.position_ways > 1 or layout.model.latent is not None:
-                is_latent = layout.model.latent is not None
-                where = "latents (MLA) are cached" if is_latent else "devices split positions"
-                logger.warning("prompts run as XLA loops where %s: slower", where)
+            if layout.model.latent is not None:
+                logger.warning("prompts run as XLA loops where latents (MLA) are cached: slower")
             return kernels._replace(reason="passed its check" if check else "not checked")
     if wanted == "pallas":
         raise ConfigError(
@@ -218,7 +216,7 @@ def tuned_attention(
     """Return the kernels with the best settings known, and whether they are for this device."""
     config, is_tuned = tuned_config(layout, device, block_size, deterministic)
     if layout.position_ways > 1 or layout.model.latent is not None:
-        return position_attention(layout, config.decode, block_size), is_tuned
+        return position_attention(layout, config, block_size), is_tuned
     return pallas_attention(layout, config, block_size), is_tuned
 
 

@@ -136,7 +136,9 @@ class AttentionWork(NamedTuple):
     """The work of one step."""
 
     rows: Any  # RowWork; of kernels a DecodeWork
-    tiles: Any  # TileWork; of kernels None where every token of the bucket may be a row
+    # TileWork, or a PrefillWork of kernels; of these None where every token of the bucket may be a
+    # row
+    tiles: Any
     gathered: GatheredWork | None = None  # where devices split positions
 
 
@@ -223,7 +225,21 @@ def divide_gathered(
     tile = tile_tokens(num_tokens, sequences.most_rows, sizes)
     chunks = np.arange(sequences.num_decodes, len(sequences.lens))
     tiles = _divide_tiles(chunks, sequences, num_tokens, tile, block_size, window=window)
-    return tiles, _gathered(tiles, len(sequences.lens))
+    return tiles, gathered_of(sequences, block_size, window)
+
+
+def gathered_of(
+    sequences: Sequences, block_size: int, window: Window | None = None, unit: int = 1
+) -> GatheredWork:
+    """Return which blocks the chunks of a step see, of their contexts whole units of blocks."""
+    lens, starts, num_decodes, _ = sequences
+    new, size = np.diff(starts), unit * block_size
+    is_chunk = (np.arange(len(lens)) >= num_decodes) & (new > 0)
+    oldest = np.maximum(first_seen(lens - new, window), 0)
+    first = np.where(is_chunk, oldest // size * unit, 0).astype(np.int32)
+    end = np.where(is_chunk, -(-lens // size) * unit, 0).astype(np.int32)
+    after = np.cumsum(end - first, dtype=np.int32)
+    return GatheredWork(after - (end - first), first, after[-1:].sum(dtype=np.int32))
 
 
 def check_contexts(
@@ -338,17 +354,6 @@ def _divide_tiles(
     }
     padded = {name: _padded(values, capacity) for name, values in fields.items()}
     return TileWork(**padded, num_tiles=np.asarray(len(owner), np.int32))
-
-
-def _gathered(tiles: TileWork, num_seqs: int) -> GatheredWork:
-    """Return which blocks the tiles see, whose chunks are blocks."""
-    num = int(tiles.num_tiles)
-    seqs, end = tiles.tile_seq[:num], np.zeros(num_seqs, np.int32)
-    np.maximum.at(end, seqs, tiles.tile_chunk_end[:num])
-    first = end.copy()
-    np.minimum.at(first, seqs, tiles.tile_chunk_begin[:num])
-    after = np.cumsum(end - first, dtype=np.int32)
-    return GatheredWork(after - (end - first), first, after[-1:].sum(dtype=np.int32))
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

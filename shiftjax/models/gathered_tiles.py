@@ -7,7 +7,7 @@ devices. What neighbours have of blocks becomes pages of a pool: place r has its
 the other, so the i-th page of the round is at `page_of(i)`. Kernels read such pools by a table.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,42 @@ from shiftjax.models.attention import (
     fetch_chunk,
     take,
 )
-from shiftjax.models.attention_work import AttentionWork, GatheredWork, tile_tokens
-from shiftjax.models.neighbours import Neighbours
+from shiftjax.models.attention_work import AttentionWork, GatheredWork, LoopSizes, tile_tokens
 from shiftjax.models.softmaxes import State
-from shiftjax.parallel.positions import gathered_tokens
+from shiftjax.parallel.positions import Positions, gathered_tokens
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """Who can gather what devices have of blocks: `Neighbours`."""
+
+    @property
+    def positions(self) -> Positions:
+        """How they split positions."""
+        ...
+
+    def gather_blocks(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Return blocks `[blocks, ...]` of all: `[ways, blocks, ...]` of each array."""
+        ...
 
 
 class Rounds(NamedTuple):
     """What a round gathers; in blocks of the tables."""
 
-    neighbours: Neighbours
+    neighbours: Gathering
     piece: int  # of an exchange
     gathers: int  # exchanges
+    most: int  # blocks that a step may gather
 
     @property
     def blocks(self) -> int:
         """Of the buffer."""
         return self.piece * self.gathers
+
+    @property
+    def are_one(self) -> bool:
+        """Whether the buffer holds whatever a step gathers."""
+        return self.most <= self.blocks
 
     def page_of(self, nth: jax.Array) -> jax.Array:
         """Return where in the pool of pages the nth run of tokens is that a device has."""
@@ -48,13 +67,17 @@ class Rounds(NamedTuple):
         return positions.place(lax.rem(nth, ways)) * self.blocks + lax.div(nth, ways)
 
 
-def rounds_of(block_tables: Int32[Array, "seqs blocks_per_seq"], options: LoopOptions) -> Rounds:
-    """Return the rounds, whose buffer is no longer than all contexts of a step."""
-    neighbours, sizes = options.neighbours, options.sizes
-    assert neighbours is not None
-    stripe = neighbours.positions.stripe
+def rounds_of(
+    block_tables: Int32[Array, "seqs blocks_per_seq"],
+    neighbours: Gathering,
+    sizes: LoopSizes,
+    unit: int = 1,
+) -> Rounds:
+    """Return the rounds, whose buffer is no longer than all contexts of a step; of whole units."""
+    stripe, (seqs, blocks) = neighbours.positions.stripe, block_tables.shape
     piece = gathered_tokens(stripe, sizes.gathered) // stripe
-    return Rounds(neighbours, piece, min(sizes.gathers, -(-block_tables.size // piece)))
+    piece, most = max(1, piece // unit) * unit, seqs * -(-blocks // unit) * unit
+    return Rounds(neighbours, piece, min(sizes.gathers, -(-most // piece)), most)
 
 
 def gather_pages(
@@ -82,8 +105,8 @@ def gather_pages(
         put, at = lax.dynamic_update_slice_in_dim, n * rounds.piece
         return tuple(put(old, new, at, 1) for old, new in zip(pages, found, strict=True))
 
-    ways = rounds.neighbours.positions.ways
-    shapes = [(ways, rounds.blocks, *blocks.shape[1:]) for blocks in pool]
+    size, ways = rounds.neighbours.positions.block, rounds.neighbours.positions.ways
+    shapes = [(ways, rounds.blocks, x.shape[1], size, x.shape[3]) for x in pool]
     pages = tuple(map(jnp.zeros, shapes, (blocks.dtype for blocks in pool)))
     left = work.num_blocks - first
     count = jnp.minimum(lax.div(left + (rounds.piece - 1), jnp.int32(rounds.piece)), rounds.gathers)
@@ -110,8 +133,9 @@ def in_gathered_tiles(
 ) -> Float[Array, "tokens heads width"]:
     """Return `out` with the rows of tiles filled in."""
     (tokens, heads, head_dim), width, kv_heads = q.shape, out.shape[-1], pool[0].shape[1]
-    rounds, gathered = rounds_of(block_tables, options), work.gathered
-    assert gathered is not None
+    neighbours, gathered = options.neighbours, work.gathered
+    assert neighbours is not None and gathered is not None
+    rounds = rounds_of(block_tables, neighbours, options.sizes)
     step = _Step(work, rounds, options, tokens)
     by_head = q.reshape(tokens, kv_heads, -1, head_dim).transpose(1, 0, 2, 3)
     by_head = by_head.reshape(1, kv_heads, -1, head_dim)

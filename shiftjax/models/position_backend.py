@@ -2,7 +2,8 @@
 
 rows      neighbours gather queries; the decode kernel answers all of them at a device's own
           positions, which are a sequence without holes; parts come together as those of the loops
-tiles     chunks of prompts are XLA loops over what is gathered (`gathered_tiles.py`)
+tiles     chunks of prompts are the prefill kernel over what is gathered (`tile_backend.py`); of
+          latents XLA loops (`gathered_tiles.py`)
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from pallas_kernels.decode_work import (
 )
 from pallas_kernels.decode_work import num_workers as workers_of
 from pallas_kernels.rows import Rows, Sequences
+from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.window import first_seen
 from shiftjax.arch.config import ModelConfig
 from shiftjax.models.attention import (
@@ -42,6 +44,7 @@ from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write
 from shiftjax.models.gathered_tiles import in_gathered_tiles
 from shiftjax.models.neighbours import localise_by, neighbours_of
 from shiftjax.models.softmaxes import State, normalised, of_normalised, sinks_by_row
+from shiftjax.models.tile_backend import TileKernels
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
@@ -106,12 +109,12 @@ class RowKernels(NamedTuple):
 
 
 def position_attention(
-    layout: Layout, config: DecodeConfig, block_size: int, *, interpret: Any = False
+    layout: Layout, config: KernelConfig, block_size: int, *, interpret: Any = False
 ) -> AttentionBackend:
     """Return the kernels of devices that split positions, in blocks that are stripes of theirs.
 
     Or of devices that have all of them, of latents. Of these decodes alone have a kernel, and
-    others than attention's are not had with it: the name says so.
+    others than attention's are not had with it: the name says so. Chunks of prompts run as loops.
 
     Shapes that the kernels do not have raise ValueError where they are traced. `interpret` is for
     tests alone.
@@ -119,8 +122,11 @@ def position_attention(
     model, neighbours = layout.model, neighbours_of(layout, block_size)
     positions = Positions(1, block_size) if neighbours is None else neighbours.positions
     heads = layout.heads_per_device * layout.position_ways
-    kernels = RowKernels(model, heads, positions, config, interpret)
-    sizes = loop_sizes("gpu", exchanges=True)
+    kernels = RowKernels(model, heads, positions, config.decode, interpret)
+    sizes, tiles = loop_sizes("gpu", exchanges=True), None
+    if neighbours is not None and model.latent is None:
+        own = layout.heads_per_device, layout.kv_heads_per_device
+        tiles = TileKernels(model, own, neighbours, config.prefill, sizes, interpret)
 
     def divide(block_tables, seq_lens, query_start_loc, num_decodes, *, num_tokens, num_rows=None):
         check_contexts(block_tables, seq_lens, block_size)
@@ -128,25 +134,29 @@ def position_attention(
         rows = kernels.divide(sequences.rows, sequences.most_rows)
         if num_tokens is None:
             return tuple(AttentionWork(each, None) for each in rows)
-        own = {"num_tokens": num_tokens, "block_size": block_size, "sizes": sizes}
-        cut: Any = divide_tiles if neighbours is None else divide_gathered
-        each = zip(rows, model.windows, strict=True)
-        return tuple(
-            AttentionWork(work, *cut(sequences, window=window, **own)) for work, window in each
-        )
+        if tiles is not None:
+            chunks = tiles.divide(sequences, num_tokens, block_tables.shape[1] * block_size)
+        else:
+            own = {"num_tokens": num_tokens, "block_size": block_size, "sizes": sizes}
+            cut: Any = divide_tiles if neighbours is None else divide_gathered
+            chunks = [cut(sequences, window=window, **own) for window in model.windows]
+        each = zip(rows, chunks, strict=True)
+        return tuple(AttentionWork(work, *of_chunks) for work, of_chunks in each)
 
     @jax.jit  # layers of a window share what is traced and lowered, once a step
     def attend(q, pool: LayerPool, metadata: AttentionMetadata, terms: LayerTerms):
         work, tables = metadata.work[terms.window], metadata.block_tables
         dtype, q = q.dtype, _by_head(q)
         out = of_rows(q, pool, tables, work.rows, terms)
-        if work.tiles is not None:
+        if work.tiles is not None and tiles is not None:
+            out = tiles.attend(q, out, pool, metadata, terms)
+        elif work.tiles is not None:
             own = model.windows[terms.window], terms.kv_scales, terms.sinks
             own = *own, sizes, model.frees_blocks, neighbours, model.values_in_keys
             options = LoopOptions(model.attention_scale, model.attention_soft_cap, *own)
             tables = terms.block_tables(pool, tables)
-            tiles = in_tiles if neighbours is None else in_gathered_tiles
-            out = tiles(q, out, pool, tables, work, options)
+            loops = in_tiles if neighbours is None else in_gathered_tiles
+            out = loops(q, out, pool, tables, work, options)
         return out.astype(dtype)
 
     @jax.jit
@@ -162,9 +172,9 @@ def position_attention(
         out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, -1)
         return jnp.pad(out.astype(q.dtype), ((0, tokens - count), (0, 0), (0, 0)))
 
-    workers = workers_of(config.num_blocks, kernels.groups)
-    reads = LEAST_ROUNDS * config.kv_tile * workers * layout.position_ways
-    if config.fixed_rounds is not None:
+    workers = workers_of(config.decode.num_blocks, kernels.groups)
+    reads = LEAST_ROUNDS * config.decode.kv_tile * workers * layout.position_ways
+    if config.decode.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
     own = divide, kernels.divide, attend, attend_rows, jax.jit(pallas_write(interpret)), reads
     localise = None if neighbours is None else localise_by(neighbours, model.windows)

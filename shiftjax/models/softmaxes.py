@@ -25,7 +25,9 @@ def of_normalised(
     values: Float[Array, "lanes cached rows width"], lse: Float[Array, "lanes cached rows"]
 ) -> State:
     """Return what has given such output; `lse` are base-2 logarithms of the sums."""
-    maximum = lse * math.log(2)
+    # Not a product alone: fused with a difference it keeps more digits than what is subtracted, and
+    # of no keys that is an error of 1e22.
+    maximum = jnp.maximum(lse * math.log(2), LOWEST)
     return State(maximum, jnp.ones_like(maximum), values)
 
 
@@ -38,6 +40,15 @@ def joined(parts: State) -> State:
     highest = maximum.max(0)
     gain = jnp.exp(maximum - highest[None])
     return State(highest, (gain * total).sum(0), (gain[..., None] * weighted).sum(0))
+
+
+def both(one: State, other: State) -> State:
+    """Return the softmaxes over two parts of their contexts."""
+    highest = jnp.maximum(one.maximum, other.maximum)
+    gains = [jnp.exp(each.maximum - highest) for each in (one, other)]
+    total = gains[0] * one.total + gains[1] * other.total
+    wide = [gain[..., None] for gain in gains]
+    return State(highest, total, wide[0] * one.weighted + wide[1] * other.weighted)
 
 
 def normalised(

@@ -24,8 +24,11 @@ so that each of these gets whole blocks. That counts the runs by place with digi
 The functions take and return numbers, NumPy arrays or JAX arrays of integers.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
+
+from pallas_kernels.prefill_split import SPAN
 
 # Neighbours gather the contexts of prompts: about so many tokens in an exchange, and so many
 # exchanges before anybody attends to them.
@@ -33,9 +36,16 @@ GATHERED_TOKENS, GATHERED_TOKENS_ON_CPU = 4096, 512
 GATHERS = 8
 
 
+def span_blocks(stripe: int) -> int:
+    """Return how many stripes are whole spans, at which jobs of the prefill kernel end."""
+    return math.lcm(stripe, SPAN) // stripe
+
+
 def gathered_tokens(stripe: int, tokens: int) -> int:
-    """Return about `tokens` as whole stripes, at least one."""
-    return stripe * max(1, tokens // stripe)
+    """Return about `tokens` as whole stripes, at least one; as whole spans if there are such."""
+    spans = stripe * span_blocks(stripe)
+    unit = spans if spans <= tokens else stripe
+    return unit * max(1, tokens // unit)
 
 
 @dataclass(frozen=True)

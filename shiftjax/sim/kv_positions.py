@@ -80,10 +80,9 @@ def with_chosen_split(config: EngineConfig, target: Target) -> EngineConfig:
 
     As they are where something else does not fit: whoever resolves them says why.
     """
-    given = config.compile.attention, config.cache.num_blocks
     is_open = config.cache.kv_split == "auto" and not config.fleet.fleet
     is_open = is_open and config.parallel.phases is None
-    rule = why_by_rule(target.model, target.devices, *given)
+    rule = why_by_rule(target.model, config.cache.num_blocks)
     if not is_open or not (rule is None or rule.splits):
         return config
     try:
@@ -112,7 +111,7 @@ def auto_of(target: Target, choice: SplitChoice) -> ByRule:
     Copies of latents must hold the longest sequence.
     """
     whole, split = choice.whole.deployment, choice.split.deployment
-    rule = why_by_rule(target.model, target.devices, whole.attention, None)
+    rule = why_by_rule(target.model, None)
     if rule is None:
         return ByRule(choice.pays, choice.reason)
     if not rule.splits or whole.longest_in(choice.whole.memory) < whole.max_model_len:
@@ -152,11 +151,9 @@ def positions_in_words(target: Target, best: Deployment, workload: Workload) -> 
 
 
 def _caveat(target: Target) -> str:
-    if not target.devices.has_kernels:
+    if not target.devices.has_kernels or target.model.latent is None:
         return ""
-    if target.model.latent is not None:
-        return ", if latents had a kernel for prompts: they run as XLA loops, several times slower"
-    return "; prompts of split positions run as XLA loops, several times slower"
+    return ", if latents had a kernel for prompts: they run as XLA loops, several times slower"
 
 
 def _decode(target: Target, deployment: Deployment, num: int, context: int) -> float:

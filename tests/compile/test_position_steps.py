@@ -59,9 +59,11 @@ def test_decodes_are_kernels_and_two_exchanges_in_a_layer(model, size):
     assert "parameter" in of_pools and not {"copy", "copy-start"} & {*of_pools}
 
 
-def test_prompts_are_loops_beside_them(model):
-    one = compile_step(SplitCase(8, 1, Mode(8, 8), model=model, num_tokens=512), chip_devices())
-    assert one.text.count(KERNEL) >= 2 * NUM_LAYERS
-    assert one.text.count(" while(") == 4 * NUM_LAYERS  # rounds; exchanges; tiles, and their chunks
+@pytest.mark.parametrize("size", ["bf16", "fp8"])
+def test_prompts_are_kernels_over_what_is_gathered(model, size):
+    case = SplitCase(8, 1, Mode(8, 8), size, model=model, num_tokens=512)
+    one = compile_step(case, chip_devices())
+    assert one.text.count(KERNEL) >= 4 * NUM_LAYERS  # that attend, and that combine
+    assert one.text.count(" while(") == 2 * NUM_LAYERS  # rounds; exchanges
     gathers = context_gathers(one.step.layout, one.case.formats, GATHERED_TOKENS) * NUM_LAYERS
     assert collectives(one.text) == predicted_collectives(one) + counted(gathers)

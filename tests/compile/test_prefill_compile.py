@@ -18,7 +18,7 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from pallas_kernels.call import AttentionOptions, CodeKind, PagedKV  # noqa: E402
-from pallas_kernels.prefill import prefill_attention  # noqa: E402
+from pallas_kernels.prefill import prefill_attention, prefill_parts  # noqa: E402
 from pallas_kernels.prefill_work import DEFAULT_CONFIG, PrefillConfig, divide_prefill  # noqa: E402
 from pallas_kernels.rows import Sequences  # noqa: E402
 from pallas_kernels.window import Chunk  # noqa: E402
@@ -82,6 +82,29 @@ CASES = {
         "window": 1000,
         "soft_cap": 50.0,
     },
+    "parts": {"gives": "parts"},
+    "parts, q_per_kv 4, one KV head, an H200": {
+        "gives": "parts",
+        "kv_heads": 1,
+        "q_per_kv": 4,
+        "chip": "h200",
+    },
+    "parts, q_per_kv 16, window, soft cap": {
+        "gives": "parts",
+        "kv_heads": 1,
+        "q_per_kv": 16,
+        "window": 1000,
+        "soft_cap": 50.0,
+    },
+    "parts, q_per_kv 32": {"gives": "parts", "kv_heads": 1, "q_per_kv": 32},
+    "parts, head_dim 192": {"gives": "parts", "head_dim": 192, "kv_tile": 64, "kv_heads": 1},
+    "parts, fp8, q_per_kv 5, chunks": {
+        "gives": "parts",
+        "kv_dtype": FP8,
+        "kv_tile": 64,
+        "q_per_kv": 5,
+        "window": Chunk(1000),
+    },
 }
 
 
@@ -96,6 +119,7 @@ def compile_kernel(
     kv_dtype=jnp.bfloat16,
     config=DEFAULT_CONFIG,
     sinks=False,
+    gives="attention",
     **options: Any,
 ):
     lens = np.array([tokens] + [0] * (SEQS - 1), np.int32)
@@ -112,7 +136,8 @@ def compile_kernel(
 
     def attend(q, kv, work, sinks):
         own = AttentionOptions(head_dim**-0.5, **options, sinks=sinks)
-        return prefill_attention(q, kv, work, own, config)
+        kernel = prefill_parts if gives == "parts" else prefill_attention
+        return kernel(q, kv, work, own, config)
 
     return aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work, of_heads)))
 

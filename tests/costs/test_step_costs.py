@@ -443,12 +443,17 @@ def test_split_positions_are_read_once_and_exchanged():
         added = split.mode_seconds(mode, size) - whole.mode_seconds(mode, size)
         exchanges = row_exchanges(layouts[1], 64, 2)
         assert added == pytest.approx(32 * split.layers.move(exchanges))
-    # What tiles see is gathered once a layer, however many they are; K and V of one head.
+    # What tiles see is gathered once a layer, however many they are; K and V of one head. Softmaxes
+    # of 4 heads are put together after 32,768 tokens, and again.
     (gather,) = context_gathers(layouts[1], formats, 4096)
     assert gather[:3] == ("all-gather", 4, 4096 * 2 * 128 * 2)
-    for work, count in ((Work.prefill(4096), 1), (chunk, 8), (Work.prefill(256, 28_672), 8)):
+    steps = (4096, 0, 1, 1), (4096, 28_672, 8, 1), (256, 28_672, 8, 1), (256, 40_000, 10, 2)
+    for tokens, before, count, rounds in steps:
+        work = Work.prefill(tokens, before)
         own, others = (each.breakdown(layout.base, work).attention for each in (split, whole))
-        assert own - others == pytest.approx(32 * count * split.layers.move([gather]))
+        states = split.kernels.moved((rounds + 1) * tokens * 4 * 128 * 10)
+        expected = 32 * (count * split.layers.move([gather]) + states)
+        assert own - others == pytest.approx(expected)
     # The queries of 4 x 4 heads of 128 come, and 130 numbers of each go back.
     assert [move[:3] for move in row_exchanges(layouts[1], 10, 2)] == [
         ("all-gather", 4, 10 * 16 * 128 * 2),

@@ -45,7 +45,7 @@ def test_a_block_is_as_large_on_a_device_and_holds_more_tokens():
         (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {}, True),
         (CPUS._replace(total_bytes=2 * GB, free_bytes=2 * GB), {}, False),  # neither does
         (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB), {"host_memory": "1GiB"}, True),
-        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB, has_kernels=True), {}, False),
+        (CPUS._replace(total_bytes=4 * GB, free_bytes=4 * GB, has_kernels=True), {}, True),
     ],
 )
 def test_auto_splits_what_copies_would_not_hold(devices, given, splits):

@@ -10,7 +10,8 @@ from regime import reached
 
 from pallas_kernels.decode import ROW_TILE, count_stages
 from pallas_kernels.decode_work import DecodeConfig
-from pallas_kernels.step_work import StepWork
+from pallas_kernels.prefill_work import PrefillConfig
+from pallas_kernels.step_work import KernelConfig, StepWork
 from pallas_kernels.tuned import safe_config
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
@@ -22,7 +23,7 @@ from shiftjax.device.position_cases import in_turn
 from shiftjax.models.position_backend import RowKernels
 from shiftjax.parallel.layout import Layout
 
-CONFIG = DecodeConfig(64, 1, 45_000)
+CONFIG = KernelConfig(PrefillConfig(64, 2, 1), DecodeConfig(64, 1, 45_000))
 FEW = Cases((1, 16, 77), ((2, 2), (3, 40)), num_beside=1, in_largest=False, ring_bytes=20_000)
 SHAPE = Shape(4, 1, 64, 32, (None,), "bfloat16", "bfloat16", (16, 8, 8), has_late=True, ways=2)
 
@@ -63,7 +64,7 @@ def test_every_step_can_be_tried():
 @pytest.mark.parametrize("ways", [2, 4, 8])
 def test_a_long_context_fills_the_rings_of_every_place_again(ways):
     shape = replace(SHAPE, heads=8 * ways, head_dim=128, block_size=16 * ways, ways=ways)
-    config = safe_config(128, shape.heads).decode
+    config = safe_config(128, shape.heads)
     _, step, *_ = steps_of(shape, Cases())
     lens = np.array([*step.contexts, *[0] * (step.bucket[2] - len(step.contexts))], np.int32)
     starts = np.minimum(np.arange(step.bucket[2] + 1), len(step.new)).astype(np.int32)
@@ -71,6 +72,6 @@ def test_a_long_context_fills_the_rings_of_every_place_again(ways):
     contexts = tables, lens, starts, step.num_decodes
     (work,) = in_turn(shape, config).divide(*contexts, num_tokens=None, num_rows=step.bucket[1])
     rows = -(-shape.heads // ROW_TILE) * ROW_TILE
-    stages = count_stages(rows, 128, FORMATS["bfloat16"].dtype, config)
+    stages = count_stages(rows, 128, FORMATS["bfloat16"].dtype, config.decode)
     found = reached(StepWork(None, work.rows), stages).names
     assert found >= {"rings_again", "queries_again", "turns"}

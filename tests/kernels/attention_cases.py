@@ -1,22 +1,20 @@
 """Steps for the tests of the attention kernels, and what must come out, by definition."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from races import watched_races
 
 from pallas_kernels import decode, prefill, reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig, DecodeWork, divide_decode
-from pallas_kernels.prefill_work import PrefillConfig, divide_prefill
-from pallas_kernels.rows import Sequences, rows_of
+from pallas_kernels.prefill_work import PrefillConfig, PrefillWork, divide_prefill
+from pallas_kernels.rows import Rows, Sequences, rows_of
 from pallas_kernels.window import Window, first_seen
 
 FP8 = jnp.float8_e4m3fn
@@ -123,7 +121,29 @@ def run_prefill(
     case: Case, step: Step, module: ModuleType = prefill, interpret: Any = INTERPRETER
 ) -> np.ndarray:
     """Run the prefill kernel."""
-    work = divide_prefill(
+    work, step = prefill_work(case, step), free_what_has_left(case, step)
+    options = options_of(case, interpret)
+    attend = module.prefill_attention
+    return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, work)
+
+
+def run_prefill_parts(
+    case: Case, step: Step, module: ModuleType = prefill
+) -> tuple[np.ndarray, np.ndarray]:
+    """Run it for outputs and base-2 logarithms, `[tokens, heads, ...]`."""
+    work, step = prefill_work(case, step), free_what_has_left(case, step)
+
+    def attend(*arrays: Any) -> jax.Array:
+        values, lse = module.prefill_parts(*arrays, options_of(case), case.config)
+        return jnp.concatenate([values.astype(jnp.float32), lse.T[..., None]], axis=-1)
+
+    out = interpreted(attend, step.q, step.kv, work)
+    return out[..., :-1], out[..., -1]
+
+
+def prefill_work(case: Case, step: Step) -> PrefillWork:
+    """Divide the chunks of a step."""
+    return divide_prefill(
         Sequences(step.kv.seq_lens, step.query_start_loc, len(case.decodes)),
         num_tokens=step.q.shape[0],
         heads=(case.q_per_kv * case.kv_heads, case.kv_heads),
@@ -131,10 +151,6 @@ def run_prefill(
         max_context=step.kv.block_tables.shape[1] * case.block_size,
         config=case.config,
     )
-    step = free_what_has_left(case, step)
-    options = options_of(case, interpret)
-    attend = module.prefill_attention
-    return interpreted(lambda *arrays: attend(*arrays, options, case.config), step.q, step.kv, work)
 
 
 def decode_config(case: Case) -> DecodeConfig:
@@ -203,16 +219,18 @@ def with_latents(step: Step, width: int) -> Step:
     return step._replace(kv=step.kv._replace(v_pool=jnp.where(is_value, keys, 0)))
 
 
-def expected_lse(case: Case, step: Step) -> np.ndarray:
-    """Return the logarithms of the decode rows, of their definition."""
-    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
+def expected_lse(case: Case, step: Step, rows: Rows) -> np.ndarray:
+    """Return the logarithms of rows, the first tokens of the step, of their definition."""
     found = np.zeros((len(rows.seq), case.kv_heads * case.q_per_kv))
     q, k = (np.asarray(x).astype(np.float64) for x in (step.q, step.kv.k_pool))
     for row, (seq, length) in enumerate(zip(rows.seq, rows.length, strict=True)):
         position = np.arange(max(first_seen(length - 1, case.window), 0), length)
         block, offset = np.divmod(position, case.block_size)
         keys = k[step.kv.block_tables[seq, block], :, offset].repeat(case.q_per_kv, axis=1)
-        scores = np.einsum("hd,thd->ht", q[row], keys) * case.head_dim**-0.5 * case.kv_scales[0]
+        scale = np.repeat(np.broadcast_to(case.kv_scales[0], case.kv_heads), case.q_per_kv)[:, None]
+        scores = np.einsum("hd,thd->ht", q[row], keys) * case.head_dim**-0.5 * scale
+        if case.soft_cap is not None:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
         found[row] = np.log2(np.exp(scores).sum(axis=1))
     return found
 
@@ -222,8 +240,18 @@ def worst_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndarray]) ->
     values, lse = (x[: case.num_rows] for x in found)
     out = np.zeros(step.q.shape)
     out[: case.num_rows] = values
-    error = abs(lse - expected_lse(case, step)).max(initial=0)
+    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
+    error = abs(lse - expected_lse(case, step, rows)).max(initial=0)
     return max(worst_decode(case, step, out), error * 2**7)
+
+
+def worst_prefill_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndarray]) -> float:
+    """Return the same of all but the decode rows."""
+    values, lse = found
+    rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(step.kv.seq_lens))
+    own = slice(case.num_rows, len(rows.seq))
+    error = abs(lse[: len(rows.seq)] - expected_lse(case, step, rows))[own].max(initial=0)
+    return max(worst_prefill(case, step, values), float(error) * 2**7)
 
 
 def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:
@@ -234,21 +262,6 @@ def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:
     if any(state.races_found for state in states):
         raise RuntimeError("a data race")
     return out
-
-
-@contextmanager
-def watched_races() -> Iterator[list[Any]]:
-    """Collect the findings of the race detector, kernel by kernel: it keeps only the last."""
-    states = []
-    detector = gpu_callbacks.GPURaceDetectionState
-
-    def record(**options: Any) -> Any:
-        states.append(detector(**options))
-        return states[-1]
-
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    with mock.patch.object(gpu_callbacks, "GPURaceDetectionState", record):
-        yield states
 
 
 def worst(case: Case, step: Step, out: np.ndarray, rows: slice = slice(None)) -> float:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import FP8, Case, Step, make_step
+from attention_cases import FP8, Case, Step, make_step, run_prefill_parts, worst_prefill_parts
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
 from spent import quick
@@ -103,6 +103,37 @@ def test_it_is_attention(name):
     out = run(case, step)
     assert worst(case, step, out) <= 1
     assert not out[step.query_start_loc[-1] :].any()
+
+
+PARTS = {
+    "decodes before, padding behind": Case(((17, 100), (70, 90)), decodes=(60,), tokens=100),
+    "two KV heads of 3, window 60": Case(((17, 200),), q_per_kv=3, kv_heads=2, window=60),
+    "q_per_kv 1, a bucket of fewer tokens than a tile": Case(((3, 70),), q_per_kv=1, tokens=8),
+    "soft cap": Case(soft_cap=3.0),
+    "split, a partial tile": Case(((50, 280), (1, 130)), config=SPLIT, q_per_kv=8),
+    "split, chunks of 150, head_dim 96": Case(
+        ((40, 470),), window=Chunk(150), config=SPLIT, head_dim=96
+    ),
+    "head_dim 192, rows leave by the buffer that queries come in": Case(
+        ((17, 100), (5, 5)), head_dim=192, kv_heads=2
+    ),
+    "fp8": Case(
+        ((17, 150), (5, 5)),
+        kv_heads=2,
+        kv_dtype=FP8,
+        kv_scales=jnp.float32([[0.5, 2], [1.5, 1.5]]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", quick(PARTS, "split, a partial tile"))
+def test_it_says_how_much_a_part_weighs(name):
+    case = PARTS[name]
+    step = make_step(case)
+    values, lse = run_prefill_parts(case, step)
+    assert worst_prefill_parts(case, step, (values, lse)) <= 1
+    padding = slice(step.query_start_loc[-1], None)
+    assert not values[padding].any() and (lse[padding] < -1e19).all()
 
 
 @pytest.mark.thorough

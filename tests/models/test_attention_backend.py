@@ -55,12 +55,12 @@ def test_a_cpu_gets_xla_without_a_word(caplog):
     assert caplog.records == []
 
 
-def test_kernels_answer_rows_where_devices_split_positions(caplog):
+def test_kernels_answer_where_devices_split_positions(caplog):
     layout = Layout(PRESETS["llama-8b"], 4, 4, by_position=True)
     for kv_dtype in (jnp.bfloat16, FP8):
         chosen = choose(HOPPER, layout, kv_dtype=kv_dtype, block_size=32)
         assert chosen.name == "pallas" and chosen.localise is not None
-    assert "prompts run as XLA loops where devices split positions" in caplog.text
+    assert "XLA loops" not in caplog.text
     assert "not tuned for NVIDIA H200, head_dim 128, block_size 16" in caplog.text  # of a device
     with pytest.raises(ConfigError, match=r"attention = pallas: .* block_size 4 must"):
         choose(HOPPER, layout, block_size=8, wanted="pallas")

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.rows import Sequences
 from shiftjax.device.mesh import make_mesh
-from shiftjax.models.attention import LoopOptions
 from shiftjax.models.attention_work import CPU_SIZES, GatheredWork, divide_attention
 from shiftjax.models.gathered_tiles import gather_pages, rounds_of
 from shiftjax.models.neighbours import Neighbours
@@ -60,8 +59,7 @@ def test_blocks_that_tiles_see_lie_one_after_the_other(window, first, begin, num
 def gathered(window: int | None, dtype=jnp.float32) -> list[np.ndarray]:
     """Pages of all rounds, by `page_of`; an entry is the slot of its block and its place there."""
     tables, work = work_of(window)
-    options = LoopOptions(1.0, sizes=SIZES, neighbours=Neighbours(SPLIT, DEVICES))
-    rounds = rounds_of(jnp.asarray(tables), options)
+    rounds = rounds_of(jnp.asarray(tables), Neighbours(SPLIT, DEVICES), SIZES)
     assert (rounds.piece, rounds.gathers) == (2, 2)
     slots = np.arange(NUM_BLOCKS * SPLIT.stripe).reshape(NUM_BLOCKS, SPLIT.ways, 1, -1, 1)
     slots = np.broadcast_to(slots, (*slots.shape[:-1], WIDTH)).astype(dtype)
@@ -106,5 +104,5 @@ def test_pages_of_neighbours_are_contexts_again(window):
 def test_a_buffer_is_no_longer_than_all_contexts():
     neighbours = Neighbours(SPLIT, DEVICES)
     for sizes, gathers in ((SIZES, 2), (SIZES._replace(gathers=9), 6), (CPU_SIZES, 1)):
-        options = LoopOptions(1.0, sizes=sizes, neighbours=neighbours)
-        assert rounds_of(jnp.asarray(TABLES), options).gathers == gathers
+        rounds = rounds_of(jnp.asarray(TABLES), neighbours, sizes)
+        assert rounds.gathers == gathers and rounds.are_one is (gathers != 2)

@@ -1,13 +1,13 @@
 """Kernels of devices that split positions, against the definition; foreign slots hold NaN."""
 
 from dataclasses import replace
-from math import log
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import test_split_attention as split
+from defined_kernels import by_definition
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from spent import thorough
 from test_attention import STEPS, Case, make_case, row_errors
@@ -15,6 +15,7 @@ from test_attention import STEPS, Case, make_case, row_errors
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig
+from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.window import Chunk
 from shiftjax.arch.config import LayerKind
 from shiftjax.arch.latent import Latent
@@ -22,8 +23,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.device import position_cases
 from shiftjax.device.attention_steps import Shape
 from shiftjax.models.attention import LayerTerms
-from shiftjax.models.position_backend import RowKernels, position_attention
-from shiftjax.models.softmaxes import State, of_normalised
+from shiftjax.models.position_backend import position_attention
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
@@ -36,7 +36,6 @@ INTERPRETED = plgpu.InterpretGPUParams(detect_races=False)
 # Two workers whose rings of two stages are filled again.
 CONFIG = DecodeConfig(64, 2, 45_000)
 AT_STRIPES = (1, 15, 16, 17, 63, 64, 65, 129, 333)
-LN_2 = log(2)
 MOST_ERROR = 5e-3  # of a row, relative to its norm: of bfloat16
 
 
@@ -59,7 +58,8 @@ def expected(case: Case, options: AttentionOptions) -> np.ndarray:
 
 def answered(case: Case, shape: Shape, terms: LayerTerms, config=CONFIG) -> np.ndarray:
     """What the places of a device find together, rows alone."""
-    kernels, of = position_cases.in_turn(shape, config, INTERPRETED), case.metadata
+    both, of = KernelConfig(decode=config), case.metadata
+    kernels = position_cases.in_turn(shape, both, INTERPRETED)
     contexts = of.block_tables, of.seq_lens, of.query_start_loc, int(of.num_decodes)
     work = kernels.divide(*contexts, num_tokens=None, num_rows=len(case.q))
     metadata = jax.tree.map(jnp.asarray, of._replace(work=work))
@@ -138,31 +138,11 @@ def test_latents_are_keys_and_values():
 # ------------------------------------------------------------------------- on devices
 
 
-def by_definition(self: RowKernels, q, pool, block_tables, work, terms) -> State:
-    """What `RowKernels.states` gives, in XLA: in a program of several devices the kernel has none.
-
-    Its interpreter keeps a kernel's state outside of the program, for one device.
-    """
-    both = (blocks[block_tables[work.row_seq], 0] for blocks in (pool[0], pool[-1]))
-    k, v = (x.reshape(len(x), -1, x.shape[-1]).astype(jnp.float32) for x in both)
-    v = v[..., : self.model.values_in_keys]
-    position, count = jnp.arange(k.shape[1])[None], len(q)
-    low = 0 if work.row_low is None else work.row_low[:, None]
-    seen = (position < work.row_length[:, None]) & (position >= low) & (work.row_jobs[:, None] > 0)
-    seen = seen[:count, None]
-    scores = jnp.einsum("rhd,rtd->rht", q.astype(jnp.float32), k[:count])
-    scores = jnp.where(seen, scores * self.model.attention_scale, -1e30)
-    lse = jax.nn.logsumexp(scores, axis=-1)
-    weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)
-    values = jnp.where(jnp.isnan(v), 0, v)[:count]
-    return of_normalised(jnp.einsum("rht,rtd->rhd", weights, values)[:, None], lse[:, None] / LN_2)
-
-
 @pytest.mark.costs(8)
 @pytest.mark.parametrize("splits", [True, False])
 def test_decodes_of_latents_beside_prompts(splits, monkeypatch):
     """On four devices, which split positions, or on one; the values are 32 of 64 numbers."""
-    monkeypatch.setattr(RowKernels, "states", by_definition)
+    by_definition(monkeypatch)
     latent = Latent(rank=32, rope_dim=32, nope_dim=16, value_dim=16)
     sizes = {"num_heads": 8, "num_kv_heads": 1, "head_dim": 64, "num_layers": 1}
     model = replace(PRESETS["llama-8b"], latent=latent, **sizes)
@@ -170,7 +150,7 @@ def test_decodes_of_latents_beside_prompts(splits, monkeypatch):
     monkeypatch.setattr(split, "DEVICES", ways)
     monkeypatch.setattr(split, "SPLIT", Positions(ways, BLOCK))
     layout = Layout(model, *degrees, by_position=splits)
-    backend = position_attention(layout, CONFIG, ways * BLOCK)
+    backend = position_attention(layout, KernelConfig(decode=CONFIG), ways * BLOCK)
     own = {"block_size": ways * BLOCK, "q_per_kv": 8, "head_dim": 64, "dtype": "bfloat16"}
     case = make_case(*STEPS["decodes and prompts"], kv_heads=1, **own)
     k, _ = case.pool
@@ -186,15 +166,15 @@ def test_decodes_of_latents_beside_prompts(splits, monkeypatch):
 @pytest.mark.costs(8)
 @pytest.mark.parametrize("name", ["decodes and prompts", "decodes at stripes"])
 def test_devices_answer_each_other(name, monkeypatch):
-    """Two KV heads on four devices: queries travel, parts come back, prompts are loops beside."""
+    """Two KV heads on four devices: queries travel, parts come back; prompts gather keys."""
     monkeypatch.setattr(split, "DEVICES", 4)
     monkeypatch.setattr(split, "SPLIT", Positions(2, BLOCK))
-    monkeypatch.setattr(RowKernels, "states", by_definition)
+    by_definition(monkeypatch)
     kind = LayerKind.of_window(50)
     sizes = {"num_heads": 16, "num_kv_heads": 2, "head_dim": 64, "num_layers": 1}
     model = replace(PRESETS["llama-8b"], layer_kinds=(kind,), attention_sinks=True, **sizes)
     layout = Layout(model, 2, 2, by_position=True)
-    backend = position_attention(layout, CONFIG, 2 * BLOCK)
+    backend = position_attention(layout, KernelConfig(decode=CONFIG), 2 * BLOCK)
     steps = STEPS | {"decodes at stripes": ([1] * len(AT_STRIPES), AT_STRIPES, 16, 16)}
     own = {"block_size": 2 * BLOCK, "q_per_kv": 8, "head_dim": 64, "dtype": "bfloat16"}
     case, sinks = make_case(*steps[name], **own), jnp.linspace(-2, 3, 16)

@@ -13,12 +13,14 @@ RULE = "shiftjax/deploy/position_rule.py"
 COLLECTIVES = "shiftjax/costs/collectives.py"
 
 KERNELS = "shiftjax/models/position_backend.py"
+TILES = "shiftjax/models/tile_backend.py"
 
 TEST_POSITIONS = "tests/parallel/test_positions.py"
 ON_DEVICES = "tests/device/test_split_positions.py"
 TEST_ATTENTION = "tests/models/test_split_attention.py"
 TEST_GATHERED = "tests/models/test_gathered_tiles.py"
 TEST_KERNELS = "tests/models/test_position_backend.py"
+TEST_TILES = "tests/models/test_tile_backend.py"
 ON_ONE = "tests/device/test_position_cases.py"
 TEST_CHOICE = "tests/sim/test_kv_positions.py"
 TEST_COSTS = "tests/costs/test_step_costs.py"
@@ -78,7 +80,7 @@ ROWS = (
     ),
     Mutant(
         "sums of kernels are to another base", "positions", SOFTMAXES,
-        "maximum = lse * math.log(2)", "maximum = lse",
+        "jnp.maximum(lse * math.log(2), LOWEST)", "jnp.maximum(lse, LOWEST)",
         (TEST_KERNELS, ON_ONE), "the part with the largest score counts too much",
     ),
     Mutant(
@@ -117,8 +119,7 @@ ROWS = (
     ),
     Mutant(
         "contexts of chunks are as long as these", "positions", "shiftjax/costs/kernel_costs.py",
-        "math.ceil(context / self.split.gathered) * self.split.gather",
-        "math.ceil(tokens / self.split.gathered) * self.split.gather",
+        "math.ceil(context / self.split.gathered)", "math.ceil(tokens / self.split.gathered)",
         (TEST_COSTS,), "chunks behind long contexts are priced as first ones",
     ),
     Mutant(
@@ -127,9 +128,32 @@ ROWS = (
         (TEST_CHOICE,), "each token waits for exchanges that nobody needs",
     ),
     Mutant(
-        "costs decide where prompts lose their kernels", "positions", RULE,
-        'if devices.has_kernels and attention != "xla":', "if False:",
-        (TEST_CHOICE, TEST_RULE), "prompts run several times slower, unasked",
+        "rounds of kernels see the contexts of others", "positions", TILES,
+        "block = first - take(work.seq_begin, seq) + take(work.seq_first, seq)",
+        "block = first - take(work.seq_begin, seq)",
+        (TEST_TILES,), "prompts with windows see what is behind these",
+    ),
+    Mutant(
+        "kernels see all of a context in every round", "positions", TILES,
+        "begin = jnp.maximum(begin, low)", "begin = jnp.maximum(begin, 0)",
+        (TEST_TILES,), "what the buffer has of others counts, too",
+    ),
+    Mutant(
+        "kernels' pages are those of one round", "positions", TILES,
+        "nth % (ways * rounds.blocks)", "jnp.minimum(nth, ways * rounds.blocks - 1)",
+        (TEST_TILES,), "prompts after the first see its context",
+    ),
+    Mutant(
+        "rounds of kernels are added as if their scores were alike", "positions", SOFTMAXES,
+        "gains = [jnp.exp(each.maximum - highest) for each in (one, other)]",
+        "gains = [jnp.ones_like(highest) for _ in (one, other)]",
+        (TEST_TILES,), "the round with the largest score counts too little",
+    ),
+    Mutant(
+        "contexts for kernels begin anywhere", "positions", WORK,
+        "first = np.where(is_chunk, oldest // size * unit, 0)",
+        "first = np.where(is_chunk, oldest // block_size, 0)",
+        (TEST_TILES,), "spans are of two contexts",
     ),
     Mutant(
         "a block of the tables is a device's", "positions", RULE,
