@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from shiftjax.costs.expert_load import Load, dealt, most_loaded, skew_of
 from shiftjax.costs.kernel_costs import KernelCosts, expert_numbers, fused_numbers
 from shiftjax.costs.machine import EngineOverhead
+from shiftjax.costs.tuned_experts import tuned_rate
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shiftjax.costs.routing import Routing
 
 ROUTED_KERNELS = 3  # of a layer beside attention: the router and two of the experts
-NARROW = 4096  # experts of less have Triton kernels of default tiles; wider ones are tuned
+NARROW = 4096  # experts of less have few tuned Triton kernels (`tuned_experts`); wider ones all
 
 
 class ExpertPart(NamedTuple):
@@ -88,10 +89,14 @@ def expert_part(
     if engine.fuses_experts:
         ways = layout.ways(modes[1])
         load = most_loaded(experts, 1, seen)
-        product = kernels.fused_experts if inner < NARROW else kernels.experts
-        inner = -(-inner // ways)
+        is_narrow, inner = inner < NARROW, -(-inner // ways)
         numbers = fused_numbers(load.pairs, seen, hidden, inner)
-        return ExpertPart(router + product(load, hidden, inner), numbers, num_kernels)
+        if not is_narrow:
+            return ExpertPart(router + kernels.experts(load, hidden, inner), numbers, num_kernels)
+        name, fmt = kernels.machine.name, kernels.formats.weights
+        tuned = tuned_rate(name, experts.num, inner, fmt)
+        seconds = kernels.fused_experts(load, hidden, inner, tuned)
+        return ExpertPart(router + seconds, numbers, num_kernels)
     return ExpertPart(
         router + kernels.experts(load, hidden, inner, cut),
         expert_numbers(load.pairs, seen, experts.per_token, hidden, inner),

@@ -143,12 +143,15 @@ class KernelCosts(NamedTuple):
             for sizes, reading in zip(products, readings, strict=True)
         )
 
-    def fused_experts(self, load: Load, hidden: int, inner: int) -> float:
-        """As `experts`, by Triton's kernels, where the machine's file says what they reach."""
+    def fused_experts(self, load: Load, hidden: int, inner: int, tuned: float = 1.0) -> float:
+        """As `experts`, by Triton's kernels, where the machine's file says what they reach.
+
+        Or `tuned` times that: `tuned_experts`.
+        """
         machine = self.machine
         if not machine.fused_expert_flops:
             return self.experts(load, hidden, inner)
-        rate = of_format(machine.fused_expert_flops, self.formats.weights)
+        rate = tuned * of_format(machine.fused_expert_flops, self.formats.weights)
         share = {ANY: rate / large_product_rate(machine, self.product_format)}
         overlap = machine.fused_expert_overlap
         machine = replace(machine, expert_efficiency=share, memory_overlap=overlap)

@@ -161,6 +161,7 @@ class EngineOverhead:
     request_seconds: float = 0.0  # of the process, before the engine sees a request
     chat_seconds: float = 0.0  # of the process, more for a chat
     chat_latency_seconds: float = 0.0  # more for a chat, while the process is free for others
+    compiling_seconds: float = 0.0  # of a server's first prompts: `sim.front_end.opening_seconds`
     eager_layer_seconds: float = 0.0  # of the host, for a layer of a step without a graph
     stream_seconds: float = 0.0  # of a token of each stream beyond `free_streams`
     free_streams: int = 0  # whose tokens are written beside the step
@@ -175,6 +176,7 @@ class EngineOverhead:
     sums_by_switch: bool = False  # small ones, where the machine can: `costs/switch_sums.py`
     buffers_each_sum: bool = False  # where devices read each other's memory: `costs/sum_buffers.py`
     sampling_bytes: float = 0.0  # of a row and entry of the vocabulary, on every device; 0: split
+    pads_mxfp4: bool = False  # experts in MXFP4 are padded: `costs.memory.padding_bytes`
     expert_skew: float = 1.0  # of routing, beside chance: `costs.expert_load`
     cuts_experts: bool = False  # products of experts are those of `pallas_kernels`
     # They are Triton's, and each expert is divided over the devices: vLLM, SGLang.
@@ -219,7 +221,8 @@ class EngineOverhead:
     @property
     def offline(self) -> "EngineOverhead":
         """The same engine without a front end, as for batches."""
-        return replace(self.completions, request_seconds=0.0, stream_seconds=0.0)
+        alone = replace(self.completions, request_seconds=0.0, stream_seconds=0.0)
+        return replace(alone, compiling_seconds=0.0)
 
     @property
     def completions(self) -> "EngineOverhead":

@@ -13,6 +13,8 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERS
 from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
 
+MARLIN = (256, 128)  # multiples of which hidden size and width of MXFP4 experts are (vLLM)
+
 
 class Memory(NamedTuple):
     """Bytes of one device, and the tokens that the KV cache of its group holds.
@@ -65,6 +67,26 @@ def sampling_bytes(engine: EngineOverhead, num_rows: int, vocab_size: int) -> in
     return int(engine.sampling_bytes * num_rows * vocab_size)
 
 
+def logit_bytes(layout: Layout, num_rows: int) -> int:
+    """Bytes of a device for logits, and for what sampling makes of them, of so many rows."""
+    return 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
+
+
+def padding_bytes(engine: EngineOverhead, layout: Layout, formats: Formats) -> int:
+    """Bytes by which a device's experts in MXFP4 are larger in an engine that pads them.
+
+    To multiples of `MARLIN` inputs and columns: gpt-oss-120b takes 66.0 GiB of an H100 (vLLM issue
+    23278), its checkpoint 60.8.
+    """
+    experts, ways = layout.model.experts, layout.num_devices
+    if experts is None or formats.weights != "mxfp4" or not engine.pads_mxfp4:
+        return 0
+    stored = expert_bytes(layout.model, formats) / ways
+    sizes = (layout.model.hidden_size, -(-experts.intermediate_size // ways))
+    padded = [size + -size % multiple for size, multiple in zip(sizes, MARLIN, strict=True)]
+    return int(stored * (math.prod(padded) / math.prod(sizes) - 1))
+
+
 def temporary_bytes(
     layout: Layout,
     formats: Formats,
@@ -89,7 +111,7 @@ def temporary_bytes(
     if latent := layout.model.latent:
         of_token = layout.heads_per_device * (latent.width + latent.rank)
         base, shift = base + num_tokens * of_token, shift + num_shift_tokens * of_token
-    logits = 3 * num_rows * layout.vocab_size * 4 // layout.num_devices
+    logits = logit_bytes(layout, num_rows)
     hidden += layout.model.num_layers * layout.model.layer_input_width // 2  # two, a short while
     late_kv = layout.model.num_late_layers * layout.cache.numbers
     if layout.model.has_wide_sharers:

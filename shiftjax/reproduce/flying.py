@@ -47,7 +47,7 @@ UNKNOWN_STREAMS = "How many streams saturate is not stated: 200 requests of 4,09
 def target(model: str, dtype: str = "bfloat16", num_devices: int = 8) -> Target:
     """A model on some H200, with vLLM's overhead."""
     found = target_from(
-        {"model": model, "machine": "h200x8", "engine": "vllm", "dtype": dtype}
+        {"model": model, "machine": "h200x8", "engine": "vllm-sort", "dtype": dtype}
         | {"kv_cache_dtype": "bfloat16"}
     )
     machine = replace(found.machine, num_devices=num_devices)

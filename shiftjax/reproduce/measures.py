@@ -26,7 +26,7 @@ def target(
 ) -> Target:
     """A model by vLLM on a machine; weights in `dtype`, the cache in `kv`."""
     names = {"model": model, "machine": machine, "dtype": dtype, "kv_cache_dtype": kv}
-    found = target_from(names | {"engine": "vllm", "hosts": hosts})
+    found = target_from(names | {"engine": "vllm-sort", "hosts": hosts})
     length = max(LONGEST, found.model.max_position_embeddings)
     longer = replace(found.model, max_position_embeddings=length)
     return replace(found, model=longer, engine=found.engine.completions)

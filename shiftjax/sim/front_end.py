@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.core.request import Request
-from shiftjax.costs.machine import EngineOverhead
+from shiftjax.costs.machine import EngineOverhead, Machine
 from shiftjax.sim.arrivals import Arrivals
 
 # Templates that take another part of `chat_seconds` to look through than most, by architecture or
@@ -26,6 +26,14 @@ def reading_seconds(engine: EngineOverhead, model: ModelConfig) -> float:
     return engine.request_seconds + share * engine.chat_seconds
 
 
+def opening_seconds(engine: EngineOverhead, machine: Machine) -> float:
+    """Seconds for which the first prompts wait until an engine has compiled its attention.
+
+    FlashAttention-3, where machines pack decodes (Hopper), comes compiled.
+    """
+    return engine.compiling_seconds if machine.attention_decode_rows else 0.0
+
+
 class _Reading(NamedTuple):
     """A request, and the share of the process that each has had when it is ready, in seconds."""
 
@@ -36,12 +44,14 @@ class _Reading(NamedTuple):
 class FrontEnd(Arrivals):
     """Requests as an engine sees them: each takes `seconds` of the process, which all share.
 
-    `latency` more passes for each, but delays no other. Requests still count from when they were
-    sent. What is streamed costs the engine's host time (`EngineOverhead.stream_seconds`).
+    `latency` more passes for each, but delays no other. None is ready before `opening` seconds have
+    passed since the first came. Requests still count from when they were sent. What is streamed
+    costs the engine's host time (`EngineOverhead.stream_seconds`).
     """
 
-    def __init__(self, sent: Arrivals, seconds: float, latency: float = 0.0):
+    def __init__(self, sent: Arrivals, seconds: float, latency: float = 0.0, opening: float = 0.0):
         self._sent, self._seconds, self._latency = sent, seconds, latency
+        self._opens = sent.next_seconds + opening
         self._reading: deque[_Reading] = deque()  # the first is ready first
         self._now = self._share = 0.0  # until when it has worked; what it gave each by then
 
@@ -49,7 +59,7 @@ class FrontEnd(Arrivals):
     def next_seconds(self) -> float:
         """When the next request has been read, if no more come until then."""
         self._begin()
-        return self._ready_at() + self._latency
+        return max(self._opens, self._ready_at() + self._latency)
 
     def take(self) -> Request:
         """The next one; the others then have more of the process."""

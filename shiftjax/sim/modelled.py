@@ -15,6 +15,8 @@ from shiftjax.costs.machine_files import load_machine
 from shiftjax.costs.memory import (
     Memory,
     expert_bytes,
+    logit_bytes,
+    padding_bytes,
     reserved_bytes,
     sampling_bytes,
     weight_bytes,
@@ -121,7 +123,10 @@ def memory_of(target: Target, deployment: Deployment) -> Memory:
     workspace = target.reserved_bytes(deployment) + sum_buffers_of(target, deployment)
     step = max(each.temporary_bytes for each in deployment.by_width.values())
     rows, vocab_size = deployment.budgets.max_rows, target.model.vocab_size
-    workspace += max(step, sampling_bytes(target.engine, rows, vocab_size))
+    if sampling := sampling_bytes(target.engine, rows, vocab_size):  # after a step, in its place
+        step = max(sampling, step - logit_bytes(deployment.layout, rows))
+    workspace += step
+    workspace += padding_bytes(target.engine, deployment.layout, target.formats)
     memory = deployment.memory(target.devices, workspace)
     if target.engine.pool_of_free:
         kept = memory.weight_bytes + memory.shift_weight_bytes + memory.workspace_bytes

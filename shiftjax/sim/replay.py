@@ -27,7 +27,7 @@ from shiftjax.sim.arrivals import Arrivals, InOrder, Returning
 from shiftjax.sim.closed_loop import ClosedLoop
 from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
-from shiftjax.sim.front_end import FrontEnd, reading_seconds
+from shiftjax.sim.front_end import FrontEnd, opening_seconds, reading_seconds
 from shiftjax.sim.modelled import Target
 from shiftjax.sim.named import Phases
 from shiftjax.sim.phase_exchange import CostExchange, Switch
@@ -115,8 +115,9 @@ def replay(
     is_loop = isinstance(requests, ClosedLoop)
     arrivals = Returning(requests, coming) if is_loop else InOrder(coming)
     reading = reading_seconds(target.engine, target.model)
-    if reading or target.engine.chat_latency_seconds:
-        arrivals = FrontEnd(arrivals, reading, target.engine.chat_latency_seconds)
+    waits = (target.engine.chat_latency_seconds, opening_seconds(target.engine, target.machine))
+    if reading or any(waits):
+        arrivals = FrontEnd(arrivals, reading, *waits)
     records, num_refused = serve(engine, clock, arrivals)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]

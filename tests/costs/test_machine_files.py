@@ -42,7 +42,7 @@ GPUS = (
 def test_every_machine_and_engine_loads():
     assert set(machine_names()) == GPUS | {"cpu"}
     assert set(engine_names()) == {
-        *("shiftjax", "sglang", "tensorrt_llm", "nim", "vllm", "vllm-v0", "vllm-v0.5")
+        *("shiftjax", "sglang", "tensorrt_llm", "nim", "vllm", "vllm-sort", "vllm-v0", "vllm-v0.5")
     }
     for name in machine_names():
         machine = load_machine(name)
@@ -61,6 +61,8 @@ def test_an_engine_that_is_like_another_has_its_constants():
     assert old.host_seconds_per_sequence == pytest.approx(3.4e-3 / 32, rel=0.01)
     changed = {"host_seconds_per_sequence": 1.2e-5, "reserved_bytes": new.reserved_bytes}
     assert replace(old, name=new.name, **changed) == new
+    sorts, samples = load_engine("vllm-sort"), load_engine("vllm")
+    assert replace(sorts, name=samples.name, sampling_bytes=samples.sampling_bytes) == samples
 
 
 def test_an_engine_lists_launches_by_name_or_says_how_many(tmp_path):

@@ -86,7 +86,8 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "reading experts takes no time", "costs", PART,
-        "kernels.experts(load, hidden", "kernels.experts(load._replace(experts=1.0), hidden",
+        "kernels.experts(load, hidden, inner, cut)",
+        "kernels.experts(load._replace(experts=1.0), hidden, inner, cut)",
         (TEST_PART,), "experts that are not split seem quickest in every step",
     ),
     Mutant(
@@ -210,9 +211,21 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a divided expert is a whole one", "costs", "shiftjax/costs/expert_part.py",
-        "inner = -(-inner // ways)", "inner = inner",
+        "inner < NARROW, -(-inner // ways)", "inner < NARROW, inner",
         ("tests/costs/test_fused_experts.py",),
         "mixtures of experts on eight devices look as slow as on one",
+    ),
+    Mutant(
+        "no expert is tuned", "costs", KERNELS,
+        "rate = tuned * of_format", "rate = of_format",
+        ("tests/costs/test_fused_experts.py",),
+        "Qwen3-235B on eight H100 looks a fifth slower than it is served",
+    ),
+    Mutant(
+        "kernels are there when a server starts", "costs", FRONT,
+        "engine.compiling_seconds if machine.attention_decode_rows else 0.0", "0.0",
+        (TEST_FRONT,),
+        "first tokens of SGLang on A100 come six seconds too early",
     ),
     Mutant(
         "steps of SGLang take memory from its share", "costs", "shiftjax/sim/modelled.py",

@@ -109,13 +109,17 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "sampling is on top of a step", "plans", MODELLED,
-        "max(step, sampling_bytes(target.engine, rows, vocab_size))",
-        "step + sampling_bytes(target.engine, rows, vocab_size)",
+        "max(sampling, step - logit_bytes(deployment.layout, rows))", "step + sampling",
         TEST_KV, "less KV than engines log",
     ),
     Mutant(
         "every engine splits its sampling", "plans", MODELLED,
-        "max(step, sampling_bytes(target.engine, rows, vocab_size))", "step",
+        "max(sampling, step - logit_bytes(deployment.layout, rows))", "step",
         TEST_KV, "more KV than engines log",
+    ),
+    Mutant(
+        "experts in MXFP4 are as small as in their file", "plans", MEMORY,
+        "or not engine.pads_mxfp4", "or engine.pads_mxfp4",
+        TEST_KV, "5 GiB more KV beside gpt-oss-120b than vLLM logs",
     ),
 )  # fmt: skip

@@ -7,10 +7,11 @@ from math import inf
 import pytest
 
 from shiftjax.core.request import Request, SamplingParams
+from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.sim.arrivals import InOrder
 from shiftjax.sim.closed_loop import closed_loop
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.front_end import FrontEnd, reading_seconds
+from shiftjax.sim.front_end import FrontEnd, opening_seconds, reading_seconds
 from shiftjax.sim.modelled import cost_model
 from shiftjax.sim.models import MODELS
 from shiftjax.sim.named import deploy
@@ -52,6 +53,16 @@ def test_a_later_request_shares_what_is_left():
 def test_latency_delays_each_request_and_no_other():
     quick, slow = (ready(FrontEnd(sent_at(0.0, 0.0, 0.5), 0.1, late)) for late in (0.0, 0.7))
     assert slow == [(pytest.approx(at + 0.7), sent) for at, sent in quick]
+
+
+def test_the_first_prompts_wait_until_attention_is_compiled():
+    """What comes later does not; with FlashAttention-3 there is nothing to compile."""
+    seen = ready(FrontEnd(sent_at(1.0, 1.0, 4.0), 0.1, 0.0, 2.0))
+    assert [at for at, _ in seen] == [pytest.approx(at) for at in (3.0, 3.0, 4.1)]
+    engine = load_engine("sglang")
+    waits = {name: opening_seconds(engine, load_machine(name)) for name in ("a100x8", "h100x8")}
+    assert waits == {"a100x8": engine.compiling_seconds, "h100x8": 0.0}
+    assert engine.compiling_seconds > engine.offline.compiling_seconds == 0
 
 
 def test_chats_take_more_of_the_front_end_than_completions():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from shiftjax.costs.machine_files import load_engine, load_machine, machine_names
-from shiftjax.costs.memory import reserved_bytes
+from shiftjax.costs.memory import padding_bytes, reserved_bytes
 from shiftjax.sim.estimate import Workload
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.modelled import Target, memory_of
@@ -75,7 +75,7 @@ def test_one_h100_serves_32_billion_parameters(engine: str):
 
 def test_one_h100_has_no_room_beside_70_billion_codes_and_a_thousand_sequences():
     """As was logged: -1.44 GiB for KV."""
-    target = of_h100s(1, "vllm", "llama-70b", "fp8")
+    target = of_h100s(1, "vllm-sort", "llama-70b", "fp8")
     room = memory_of(target, deploy(target, "tp1", max_num_seqs=1024)).kv_bytes
     assert room / GIB == pytest.approx(-1.44, abs=0.4)
 
@@ -83,15 +83,51 @@ def test_one_h100_has_no_room_beside_70_billion_codes_and_a_thousand_sequences()
 def test_sampling_is_split_by_our_engine_alone():
     """More sequences take as much more of each device in the one, an eighth in the other."""
     grown = {}
-    for engine in ("vllm", "shiftjax"):
+    for engine in ("vllm-sort", "vllm", "shiftjax"):
         target = of_h100s(8, engine)
         few, many = (
             memory_of(target, deploy(target, "tp8", max_num_seqs=n)).workspace_bytes
             for n in (1024, 2048)
         )
         grown[engine] = many - few
-    assert grown["vllm"] == pytest.approx(38.5 * 1024 * 151_936, rel=1e-6)
-    assert grown["shiftjax"] < grown["vllm"] / 8
+    assert grown["vllm-sort"] == pytest.approx(38.5 * 1024 * 151_936, rel=1e-6)
+    assert grown["shiftjax"] < grown["vllm-sort"] / 8
+
+
+def test_flashinfer_leaves_the_room_that_streams_say():
+    """GPUStack's vLLM 0.11 on one H100: at most 8 streams of 4,100 tokens, 16 of 2,050 run."""
+    target = of_h100s(1, "vllm")
+    room = memory_of(target, deploy(target, "tp1", max_num_seqs=1024))
+    assert 16 * 2050 <= room.num_kv_tokens < 17 * 2100
+    assert room.workspace_bytes == pytest.approx(
+        14 * 1024 * 151_936 + target.machine.reserved_bytes, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "logged"), [("gpt-oss-120b", 1, -2.14), ("gpt-oss-20b", 1, None)]
+)
+def test_mxfp4_is_padded_for_marlin(name: str, devices: int, logged: float | None):
+    """vLLM issue 23278 on an H100: 65.97 GiB of weights, -2.14 for KV. 20b: 13.72 GiB."""
+    target = of_h100s(devices, "vllm-sort", name, "mxfp4")
+    deployment = deploy(target, "tp1", max_num_seqs=1024)
+    more = padding_bytes(target.engine, deployment.layout, target.formats)
+    memory = memory_of(target, deployment)
+    weights = {"gpt-oss-120b": 65.97, "gpt-oss-20b": 13.72}[name]
+    assert (memory.weight_bytes + more) / GIB == pytest.approx(weights, rel=0.01)
+    if logged is not None:
+        assert memory.kv_bytes / GIB == pytest.approx(logged, abs=0.1)
+
+
+def test_what_is_not_in_mxfp4_is_not_padded():
+    for engine, model, dtype in (
+        ("vllm", "qwen3-30b-a3b", "fp8"),
+        ("vllm", "qwen3-32b", "bfloat16"),
+        ("shiftjax", "gpt-oss-20b", "mxfp4"),
+    ):
+        target = of_h100s(1, engine, model, dtype)
+        layout = deploy(target, "tp1").layout
+        assert padding_bytes(target.engine, layout, target.formats) == 0
 
 
 def test_engines_that_start_count_no_reserve():
