@@ -71,7 +71,7 @@ def decode_parts(
     count, width = q.shape[1], options.values_in_keys or q.shape[2]
     q_per_kv = count // _groups(kv, count, options)
     jobs = _run(q, kv, work, options, config)
-    is_long = _is_long(q_per_kv, options)
+    is_long = _is_long(q_per_kv, kv, options)
     found = combine_parts(jobs, config, options, heads_first=is_long)
     lse = found.lse[..., :q_per_kv].reshape(len(found.lse), -1)
     if is_long:
@@ -83,9 +83,14 @@ def decode_parts(
     return RowParts(values.reshape(len(values), -1, width), lse)
 
 
-def _is_long(q_per_kv: int, options: AttentionOptions) -> bool:
-    """Whether heads are on the long side of the instructions (`latent_decode`)."""
-    return options.values_in_keys is not None and q_per_kv > FEW_HEADS
+def _is_long(q_per_kv: int, kv: PagedKV, options: AttentionOptions) -> bool:
+    """Whether heads are on the long side of the instructions (`latent_decode`).
+
+    Of codes they always are: on the short side, what widens them has no registers left.
+    """
+    if options.values_in_keys is None:
+        return False
+    return q_per_kv > FEW_HEADS or kv.k_pool.dtype == FP8
 
 
 def _groups(kv: PagedKV, heads: int, options: AttentionOptions) -> int:
@@ -104,7 +109,7 @@ def _run(
     (_, block_size, head_dim), heads = kv.k_pool.shape[1:], q.shape[1]
     kv_heads = _groups(kv, heads, options)
     q_per_kv = heads // kv_heads
-    is_long = _is_long(q_per_kv, options)
+    is_long = _is_long(q_per_kv, kv, options)
     rows = MANY_HEADS if is_long else -(-q_per_kv // ROW_TILE) * ROW_TILE
     copy_tokens, slots = min(block_size, config.kv_tile), 1 if is_long else Q_SLOTS
     rings = 2 - (kv.v_pool is None)
@@ -145,8 +150,9 @@ def check_call(
         )
     if head_dim % 32 or head_dim < 64:
         wrong.append(f"head_dim {head_dim} is not a multiple of 32 from 64 on")
-    if options.values_in_keys is not None:
-        wrong += _wrong_latents(heads, kv, options.values_in_keys)
+    width = options.values_in_keys
+    if width is not None and _is_long(heads // groups_of(heads), kv, options):
+        wrong += wrong_sizes(head_dim, width)
     if options.codes is not None:
         wrong += wrong_codes(head_dim)
     if config.kv_tile % 64:
@@ -161,14 +167,6 @@ def check_call(
         raise ValueError("decode_attention: " + "; ".join(wrong))
 
 
-def _wrong_latents(heads: int, kv: PagedKV, width: int) -> list[str]:
-    """Return what of latents, of which so many numbers are values, the kernels cannot take."""
-    wrong = ["there are no codes of latents"] if kv.k_pool.dtype == FP8 else []
-    if heads // groups_of(heads) > FEW_HEADS:
-        wrong += wrong_sizes(kv.k_pool.shape[-1], width)
-    return wrong
-
-
 def count_stages(
     rows: int,
     head_dim: int,
@@ -181,7 +179,7 @@ def count_stages(
     tile, row_bytes = config.kv_tile, 2 * head_dim
     fixed = q_slots * rows * row_bytes + 2 * rows * tile + REDUCTION_BYTES + BARRIER_BYTES
     if jnp.dtype(kv_dtype) == FP8:
-        fixed += 2 * tile * row_bytes
+        fixed += rings * tile * row_bytes
     stage = rings * tile * head_dim * jnp.dtype(kv_dtype).itemsize
     stages = (config.shared_memory_bytes - fixed) // stage
     if stages < 2:

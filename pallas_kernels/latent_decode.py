@@ -12,6 +12,9 @@ share them, in three warpgroups:
     lead      S0 p0 O0 | S1 p1 O1 | ...    all logits and weights, and the first half of the values
     follow          O0      | O1      |    the other half, with weights from shared memory
     memory    tiles by TMA, as `decode_memory` brings them to the other kernel
+
+Tiles of fp8 are first widened to float16, of which there is one: each of the two widens what it
+alone multiplies with weights, and the follower the rest, as soon as it has done so with the last.
 """
 
 import functools
@@ -23,17 +26,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from pallas_kernels.decode_memory import load
 from pallas_kernels.decode_terms import Inputs, Job, Shape, my_jobs, read_job
 from pallas_kernels.decode_work import MANY_HEADS as HEADS
 from pallas_kernels.mosaic import (
     COLUMNS,
+    FP8,
     LOG2_E,
     LOWEST,
     WGMMA,
     Accumulator,
     filled,
+    scales_of_head,
     store,
     swizzled,
 )
@@ -50,12 +56,14 @@ class Buffers(NamedTuple):
 
     q: Any  # [1, 64, head_dim]
     k: Any  # [stages, kv_tile, head_dim]
+    wide: Any  # [kv_tile, head_dim] float16 of a tile of fp8; None without fp8
     p: Any  # [64, kv_tile] weights of a round
     gain: Any  # [64] by what sums are multiplied before the round, and at the end of a job
     q_full: Any
     q_free: Any
     k_full: Any
     k_free: Any
+    wide_full: Any  # said of what the follower widens; None without fp8
     p_full: Any
     p_free: Any
 
@@ -72,7 +80,9 @@ def wrong_sizes(head_dim: int, width: int) -> list[str]:
     """Return what is wrong with latents of `head_dim` numbers, `width` of which are values."""
     wrong = []
     if head_dim % COLUMNS:
-        wrong.append(f"latents of {head_dim} numbers are no multiple of {COLUMNS}, with many heads")
+        wrong.append(
+            f"latents of {head_dim} numbers are no multiple of {COLUMNS}, with many heads or codes"
+        )
     if width % (2 * COLUMNS) or width > MOST_WIDTH:
         wrong.append(f"values of {width} numbers are no multiple of 128 up to {MOST_WIDTH}")
     return wrong
@@ -92,7 +102,7 @@ def run_jobs(shape: Shape, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct((groups, jobs, HEADS, shape.width), jnp.float32),
             jax.ShapeDtypeStruct((groups, jobs, HEADS), jnp.float32),
         ),
-        scratch_types=_buffers(shape)._asdict(),
+        scratch_types=_buffers(shape, inputs.kv.k_pool.dtype)._asdict(),
         grid=(inputs.worker_first.shape[0] - 1, groups),
         grid_names=("worker", "kv_head"),
         num_threads=3,
@@ -106,18 +116,20 @@ def run_jobs(shape: Shape, inputs: Inputs) -> tuple[jax.Array, jax.Array]:
     return run(*arrays)
 
 
-def _buffers(shape: Shape) -> Buffers:
-    tile = shape.kv_tile
+def _buffers(shape: Shape, kv_dtype: DTypeLike) -> Buffers:
+    tile, is_coded = shape.kv_tile, kv_dtype == FP8
     one = plgpu.Barrier()
     return Buffers(
         q=swizzled((1, HEADS, shape.head_dim), shape.dtype),
-        k=swizzled((shape.stages, tile, shape.head_dim), shape.dtype),
+        k=swizzled((shape.stages, tile, shape.head_dim), kv_dtype),
+        wide=swizzled((tile, shape.head_dim), shape.dtype) if is_coded else None,
         p=swizzled((HEADS, tile), shape.dtype),
         gain=plgpu.SMEM((HEADS,), jnp.float32),
         q_full=plgpu.Barrier(num_barriers=1),
         q_free=plgpu.Barrier(num_barriers=1),
         k_full=plgpu.Barrier(num_arrivals=tile // shape.copy_tokens, num_barriers=shape.stages),
         k_free=plgpu.Barrier(num_arrivals=2, num_barriers=shape.stages),
+        wide_full=one if is_coded else None,
         p_full=one,
         p_free=one,
     )
@@ -148,6 +160,7 @@ def _lead(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) ->
     """Compute all weights of this worker's jobs, and the first half of what they sum."""
     first, last = my_jobs(inputs)
     group, half = lax.axis_index("kv_head"), pl.ds(0, shape.width // 2)
+    k_scale, v_scale = scales_of_head(shape.options.kv_scales, inputs.scales, jnp.int32(0))
 
     def run_job(index: jax.Array, count: jax.Array) -> jax.Array:
         job = read_job(shape, inputs, index)
@@ -155,14 +168,14 @@ def _lead(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) ->
 
         def run_round(nth: jax.Array, carry: tuple[jax.Array, Softmax]) -> Any:
             count, softmax = carry
-            return count + 1, _attend(shape, buffers, job, nth, count, softmax)
+            return count + 1, _attend(shape, buffers, job, (nth, count), k_scale, softmax)
 
         nothing = filled((HEADS, shape.width // 2), 0.0)
         empty = Softmax(nothing, filled((HEADS,), LOWEST, ROW), filled((HEADS,), 0.0, ROW))
         count, softmax = lax.fori_loop(job.begin, job.end, run_round, (count, empty))
         plgpu.barrier_arrive(buffers.q_free.at[0])
         total = jnp.where(softmax.total > 0, softmax.total, 1.0)  # no rounds: LOWEST weighs nothing
-        gain = 1.0 / total
+        gain = v_scale / total
         plgpu.barrier_wait(buffers.p_free)
         buffers.gain[...] = gain
         plgpu.barrier_arrive(buffers.p_full)
@@ -175,19 +188,27 @@ def _lead(shape: Shape, inputs: Inputs, out: Any, lse: Any, buffers: Buffers) ->
 
 
 def _attend(
-    shape: Shape, buffers: Buffers, job: Job, nth: jax.Array, count: jax.Array, softmax: Softmax
+    shape: Shape,
+    buffers: Buffers,
+    job: Job,
+    turn: tuple[jax.Array, jax.Array],
+    k_scale: float | jax.Array,
+    softmax: Softmax,
 ) -> Softmax:
-    """Take round `nth` of a job into its softmax; `count` rounds came before it."""
-    slot = lax.rem(count, jnp.int32(shape.stages))
+    """Take a round of a job into its softmax; `turn`: which it is, and how many came before it."""
+    nth, count = turn
+    slot, begin = lax.rem(count, jnp.int32(shape.stages)), nth * shape.kv_tile
     plgpu.barrier_wait(buffers.k_full.at[slot])
-    k, begin = buffers.k.at[slot], nth * shape.kv_tile
+    k = _widened(buffers, slot, pl.ds(0, shape.width // 2))
+    if buffers.wide_full is not None:
+        plgpu.barrier_wait(buffers.wide_full)
 
     def multiply(accumulator: Any) -> jax.Array:
         plgpu.wgmma(accumulator, buffers.q.at[0], k.transpose((1, 0)))
         return accumulator[...]
 
     scores = pl.run_scoped(multiply, Accumulator((HEADS, shape.kv_tile), jnp.float32))
-    logits = _hidden(shape, job, begin, _logits(shape, scores))
+    logits = _hidden(shape, job, begin, _logits(shape, scores, k_scale))
     top = jnp.maximum(softmax.top, logits.max(axis=1))
     decay = jnp.exp2(softmax.top - top)
     p = jnp.exp2(logits - _across(top, logits))
@@ -200,7 +221,8 @@ def _attend(
     plgpu.commit_smem()
     plgpu.barrier_arrive(buffers.p_full)
     weighted = _added(shape, softmax.weighted, decay, buffers.p, values)
-    plgpu.barrier_arrive(buffers.k_free.at[slot])
+    if buffers.wide is None:
+        plgpu.barrier_arrive(buffers.k_free.at[slot])
     return Softmax(weighted, top, total)
 
 
@@ -208,6 +230,7 @@ def _follow(shape: Shape, inputs: Inputs, out: Any, buffers: Buffers) -> None:
     """Sum the second half of the values of this worker's jobs, with weights that are given."""
     first, last = my_jobs(inputs)
     half = pl.ds(shape.width // 2, shape.width // 2)
+    rest = pl.ds(shape.width // 2, shape.head_dim - shape.width // 2)
     plgpu.barrier_arrive(buffers.p_free)
 
     def gain_of_turn(free: Callable[[], None]) -> jax.Array:
@@ -223,13 +246,16 @@ def _follow(shape: Shape, inputs: Inputs, out: Any, buffers: Buffers) -> None:
             count, weighted = carry
             slot = lax.rem(count, jnp.int32(shape.stages))
             plgpu.barrier_wait(buffers.k_full.at[slot])
+            values = _widened(buffers, slot, rest).at[:, half]
+            if buffers.wide_full is not None:
+                plgpu.barrier_arrive(buffers.wide_full)
             decay = gain_of_turn(lambda: None)
-            values = buffers.k.at[slot, :, half]
             _clear_unseen(shape, job, nth * shape.kv_tile, values)
             plgpu.commit_smem()
             weighted = _added(shape, weighted, decay, buffers.p, values)
             plgpu.barrier_arrive(buffers.p_free)
-            plgpu.barrier_arrive(buffers.k_free.at[slot])
+            if buffers.wide is None:
+                plgpu.barrier_arrive(buffers.k_free.at[slot])
             return count + 1, weighted
 
         nothing = filled((HEADS, shape.width // 2), 0.0)
@@ -240,6 +266,20 @@ def _follow(shape: Shape, inputs: Inputs, out: Any, buffers: Buffers) -> None:
         return count
 
     lax.fori_loop(first, last, run_job, jnp.int32(0))
+
+
+def _widened(buffers: Buffers, slot: jax.Array, columns: Any) -> Any:
+    """Return a tile that has come; of one of fp8 these columns are widened, and its place free."""
+    tile, wide = buffers.k.at[slot], buffers.wide
+    if wide is None:
+        return tile
+    for column in range(columns.start, columns.start + columns.size, COLUMNS):
+        part = slice(None), pl.ds(column, COLUMNS)
+        narrow = plgpu.load(tile.at[part], layout=plgpu.Layout.WGMMA_UPCAST_2X)
+        wide[part] = narrow.astype(wide.dtype)
+    plgpu.commit_smem()  # before the next copy into the tile, and before the product
+    plgpu.barrier_arrive(buffers.k_free.at[slot])
+    return wide
 
 
 def _added(shape: Shape, old: jax.Array, decay: jax.Array, p: Any, values: Any) -> jax.Array:
@@ -269,12 +309,12 @@ def _across(x: jax.Array, tile: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(x, tile.shape, [0])
 
 
-def _logits(shape: Shape, scores: jax.Array) -> jax.Array:
+def _logits(shape: Shape, scores: jax.Array, k_scale: float | jax.Array) -> jax.Array:
     """Return logits in base 2; with a soft cap as in `decode_compute`."""
     options = shape.options
     if options.soft_cap is None:
-        return scores * (options.scale * LOG2_E)
-    growth = jnp.exp2(scores * (2 * options.scale * LOG2_E / options.soft_cap))
+        return scores * (k_scale * (options.scale * LOG2_E))
+    growth = jnp.exp2(scores * (k_scale * (2 * options.scale * LOG2_E / options.soft_cap)))
     return (1.0 - 2.0 / (1.0 + growth)) * (options.soft_cap * LOG2_E)
 
 

@@ -588,10 +588,13 @@ def weights_of(config: ModelConfig) -> tuple[Weight, ...]:
 def kv_scales_of(config: ModelConfig) -> tuple[Weight, ...]:
     """Return what a KV cache of codes is in units of: for each layer, the scales of K and of V.
 
+    Latents (MLA) have one scale, that of K, which is that of the values in them, too.
+
     Attention has a device's heads in all modes, so all devices split them in every mode. A
     checkpoint may have them or not, so they are none of `weights_of`.
     """
     first = config.stage.first if config.stage else 0
+    sides = "kv" if config.latent is None else "kk"
     return tuple(
         Weight(
             f"layers.{index}.attention.kv_scale",
@@ -600,7 +603,7 @@ def kv_scales_of(config: ModelConfig) -> tuple[Weight, ...]:
             "",
             "kv_scale",
             in_shift=True,
-            stacked=tuple(f"model.layers.{first + index}.self_attn.{n}_scale" for n in "kv"),
+            stacked=tuple(f"model.layers.{first + index}.self_attn.{n}_scale" for n in sides),
         )
         for index, cache in sorted(
             (each, cache) for cache in config.caches for each in cache.layers

@@ -239,9 +239,6 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     problems = stage_problems(parallel.pp, model)
     problems += expert_problems(parallel, model, is_fleet=config.fleet.fleet)
     problems += context_problems(model, config.model.max_model_len)
-    if model.latent is not None and config.cache.kv_cache_dtype == "fp8":
-        words = f"{model.name} caches latents (MLA), and there are no codes of latents here"
-        problems.append(f"kv_cache_dtype = fp8: {words}: use auto")
     if model.encoder is not None:
         problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
     if config.model.task == "embed":

@@ -355,7 +355,7 @@ def tries_of(
         return
     for step in steps_of(shape, trial.cases):
         yield step.name, partial(try_step, step, shape, kernels, devices)
-    if FORMATS[shape.kv_dtype].has_scales:
+    if FORMATS[shape.kv_dtype].has_scales and shape.values_in_keys is None:
         yield "a write of codes", partial(try_write, shape, kernels, devices)
     if shape.entry is not None:
         for step in entry_cases.entry_steps():

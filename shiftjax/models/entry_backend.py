@@ -102,7 +102,7 @@ def kv_scales(terms: LayerTerms) -> Any:
 
 
 def pallas_write(interpret: Any = False) -> Callable[..., LayerPool]:
-    """Return what writes keys and values beside kernels: codes by one, numbers by XLA's scatters.
+    """Return what writes keys and values beside kernels: codes by one, all else by XLA's scatters.
 
     `interpret` is for tests alone.
     """
@@ -115,9 +115,8 @@ def pallas_write(interpret: Any = False) -> Callable[..., LayerPool]:
         slot_mapping: jax.Array,
         terms: LayerTerms,
     ) -> LayerPool:
-        if jnp.dtype(pool[0].dtype) != jnp.float8_e4m3fn:
-            return write_kv(pool, k, v, terms.slots(pool, slot_mapping))
-        assert v is not None  # there are no codes of latents
+        if v is None or jnp.dtype(pool[0].dtype) != jnp.float8_e4m3fn:
+            return write_kv(pool, k, v, terms.slots(pool, slot_mapping), terms.kv_scales)
         own = {"scales": kv_scales(terms), "first": terms.first(pool), "interpret": interpret}
         return kv_write.write_kv((pool[0], pool[1]), k, v, slot_mapping, **own)
 

@@ -34,6 +34,7 @@ class LatentAttention(Part):
     kv_up: nnx.Param
     o: nnx.Param
     o_bias: nnx.Param  # with output_bias
+    kv_scale: nnx.Param  # with a cache of codes
 
     def __init__(self, config: ModelConfig, params: Params, kind: LayerKind):
         super().__init__(config, params)
@@ -58,7 +59,9 @@ class LatentAttention(Part):
 
     def terms(self, place: PoolPlace | None) -> LayerTerms:
         """What attention must know of this layer, whose part of a pool is at `place`."""
-        return LayerTerms(self.config.windows.index(self.kind.window), place=place)
+        window = self.config.windows.index(self.kind.window)
+        scales = getattr(self, "kv_scale", None)
+        return LayerTerms(window, None if scales is None else scales[...].T, place=place)
 
     def _queries(self, x: Activations, context: Context) -> Float[Array, "tokens heads query_dim"]:
         """Return this device's tokens' queries, the ends of which are rotated."""

@@ -41,7 +41,8 @@ def identify_scales(source: TensorSource) -> str:
 
     Warns, once, of keys or values whose codes are in units of 1. Raises CheckpointError.
     """
-    names = [name for weight in kv_scales_of(source.config) for name in weight.stacked]
+    scales = kv_scales_of(source.config)
+    names = list(dict.fromkeys(name for weight in scales for name in weight.stacked))
     num_heads, total = source.config.num_kv_heads, hashlib.blake2b(digest_size=8)
     for name in names:
         total.update(read_scale(source, name, num_heads).tobytes())

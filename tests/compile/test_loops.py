@@ -15,7 +15,7 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from pallas_kernels.rows import Sequences  # noqa: E402
-from shiftjax.arch.formats import Formats  # noqa: E402
+from shiftjax.arch.formats import FORMATS, Formats  # noqa: E402
 from shiftjax.arch.presets import PRESETS  # noqa: E402
 from shiftjax.costs.collectives import context_gathers, row_exchanges  # noqa: E402
 from shiftjax.costs.memory import split_bytes  # noqa: E402
@@ -74,10 +74,11 @@ def test_a_round_is_a_few_launches_and_gathers_once(chip):
     assert gathered < temporary_bytes < 1.15 * gathered
 
 
-def test_neighbours_gather_latents_once_for_all_tiles():
+@pytest.mark.parametrize("kv", ["bfloat16", "fp8"])
+def test_neighbours_gather_latents_once_for_all_tiles(kv):
     """Of DeepSeek-V3, which 8 devices split; beside the buffer and the softmaxes are queries."""
     layout = Layout(PRESETS["deepseek-v3"], 8, 1, by_position=True)
-    formats, rows, tokens = Formats("bfloat16", "bfloat16", "bfloat16"), 64, 4096
+    formats, rows, tokens = Formats("bfloat16", kv, "bfloat16"), 64, 4096
     loops = loops_of(layout.model, 64, "gpu", neighbours=neighbours_of(layout, 64))
     tables, lens, starts = np.zeros((rows, 512), np.int32), *map(np.zeros, (rows, rows + 1))
     lens, starts = lens.astype(np.int32), starts.astype(np.int32)
@@ -88,16 +89,17 @@ def test_neighbours_gather_latents_once_for_all_tiles():
     heads, pools, width = P(None, ALL_AXES), P(ALL_AXES), layout.model.head_dim
 
     def attend(q, pool, metadata):
-        return loops.attend(q, (pool,), metadata, LayerTerms())
+        scales = None if kv == "bfloat16" else jnp.full((2, 1), 0.5)
+        return loops.attend(q, (pool,), metadata, LayerTerms(kv_scales=scales))
 
     own = {"mesh": mesh, "in_specs": (heads, pools, P()), "out_specs": heads, "check_vma": False}
     arrays = (
-        ((tokens, layout.model.num_heads, width), heads),
-        ((8 * 4001, 1, 8, width), pools),
+        ((tokens, layout.model.num_heads, width), jnp.bfloat16, heads),
+        ((8 * 4001, 1, 8, width), FORMATS[kv].dtype, pools),
     )
     q, pool = (
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in arrays
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in arrays
     )
     with jax.set_mesh(mesh):
         metadata = aot.on_device(mesh, metadata)

@@ -16,7 +16,7 @@ from pallas_kernels.tuned import safe_config
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
-from shiftjax.device.attention_cases import try_step
+from shiftjax.device.attention_cases import Trial, tries_of, try_step
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.attention_steps import Cases, Shape, steps_of
 from shiftjax.device.position_cases import in_turn
@@ -59,6 +59,20 @@ def test_every_step_can_be_tried():
     kernels = in_turn(SHAPE, CONFIG, INTERPRETED)
     for step in steps_of(SHAPE, FEW):
         assert try_step(step, SHAPE, kernels, jax.devices()[:1]) is None, step.name
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_latents_are_tried(kv_dtype):
+    """Of many heads; the loops write their codes, and so no write of them is tried."""
+    sizes = {"heads": 20, "head_dim": 192, "values_in_keys": 128, "kv_dtype": kv_dtype}
+    shape = replace(SHAPE, **sizes, has_late=False)
+    trial = Trial(shape, FEW, "", (), "")
+    decode = CONFIG.decode._replace(shared_memory_bytes=100_000)
+    kernels = in_turn(shape, CONFIG._replace(decode=decode), INTERPRETED)
+    (_, edges), *others = tries_of(trial, kernels, jax.devices()[:1])
+    assert "a write of codes" not in dict(others)
+    assert (problem := edges()) is None, problem
 
 
 @pytest.mark.parametrize("ways", [2, 4, 8])

@@ -127,6 +127,18 @@ LATENTS = {
     "72 heads in two groups, drafts, many jobs": (
         decodes((1300, 5), q_per_kv=72, head_dim=128, drafts=2, num_blocks=20), 128
     ),
+    "8 heads, fp8": (
+        decodes((1, 70, 500), q_per_kv=8, head_dim=192, kv_dtype=FP8, kv_scales=(0.5, 3.0)), 128
+    ),
+    "20 heads, fp8, edges": (
+        decodes(EDGES, q_per_kv=20, head_dim=192, kv_dtype=FP8, kv_scales=(0.5, 3.0)), 128
+    ),
+    "80 heads, fp8, scales in memory": (
+        decodes(
+            (300, 5), q_per_kv=80, head_dim=128, kv_dtype=FP8, kv_scales=jnp.float32([[0.5], [3]])
+        ),
+        128,
+    ),
     "128 heads, widths of DeepSeek": (
         decodes((130, 5), q_per_kv=128, head_dim=576, num_blocks=4), 512
     ),
@@ -138,14 +150,8 @@ def test_latents_are_keys_and_values(name):
     case, width = LATENTS[name]
     step = with_latents(make_step(case), width)
     values, lse = run_parts(case, step, latents=width)
-    if case.soft_cap is None:
-        assert worst_parts(case, step, (values, lse)) <= 1
-    assert worst(case, step, np.pad(values, _rows_of(step, values))) <= 1
+    assert worst_parts(case, step, (values, lse)) <= 1
     assert (lse[case.num_rows :] < -1e29).all()
-
-
-def _rows_of(step, values):
-    return (0, step.q.shape[0] - len(values)), (0, 0), (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +166,6 @@ def test_what_many_heads_cannot_take_is_said(head_dim, width, words):
     q, kv, work = arrays_of(decodes(q_per_kv=32, head_dim=head_dim))
     with pytest.raises(ValueError, match=words):
         decode_parts(q, kv._replace(v_pool=None), work, AttentionOptions(1, values_in_keys=width))
-
-
-def test_codes_of_latents_are_refused():
-    q, kv, work = arrays_of(decodes(kv_dtype=FP8))
-    options = AttentionOptions(1.0, values_in_keys=32)
-    with pytest.raises(ValueError, match="no codes of latents"):
-        decode_parts(q, kv._replace(v_pool=None), work, options)
 
 
 def test_a_part_without_tokens_weighs_nothing():

@@ -188,26 +188,28 @@ def test_parts_are_two_launches(chip, head_dim, q_per_kv, block_size, kv_dtype, 
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size", "chip", "options"),
+    ("heads", "block_size", "chip", "kv_dtype", "options"),
     [
-        (8, 16, "h100", {}),
-        (16, 8, "h200", {}),
-        (32, 8, "h200", {"soft_cap": 30.0}),
-        (64, 128, "h200", {"window": 4096}),
-        (128, 16, "h100", {}),
+        (8, 16, "h100", jnp.bfloat16, {}),
+        (16, 8, "h200", jnp.bfloat16, {}),
+        (32, 8, "h200", jnp.bfloat16, {"soft_cap": 30.0}),
+        (64, 128, "h200", jnp.bfloat16, {"window": 4096}),
+        (128, 16, "h100", jnp.bfloat16, {}),
+        (8, 8, "h200", FP8, {"soft_cap": 30.0, "window": 4096}),
+        (128, 16, "h100", FP8, {}),
     ],
 )
-def test_latents_of_deepseek_fit_the_chip(heads, block_size, chip, options, capsys):
+def test_latents_of_deepseek_fit_the_chip(heads, block_size, chip, kv_dtype, options, capsys):
     """One thread block on a multiprocessor, of up to 16 heads or 64; one ring, of two tiles.
 
-    More than 16 are the long side of the instructions: two products, and not one each for 64 of
-    the values. Registers move from the copies to the two warpgroups that compute.
+    More than 16, or any of codes, are the long side of the instructions: two products, and not one
+    each for 64 of the values. Registers move from the copies to the two warpgroups that compute.
     """
     mesh, config = aot.make_mesh(chip, (1,), ("x",)), safe_config(576, heads).decode
     rows = ROWS._replace(low=np.zeros(SEQS, np.int32)) if "window" in options else ROWS
     work = divide_decode(rows, SEQS, kv_heads=groups_of(heads), config=config)
     kv = PagedKV(
-        struct((NUM_BLOCKS, 1, block_size, 576), jnp.bfloat16),
+        struct((NUM_BLOCKS, 1, block_size, 576), kv_dtype),
         None,
         struct((SEQS, CONTEXT // block_size)),
         None,
@@ -221,13 +223,13 @@ def test_latents_of_deepseek_fit_the_chip(heads, block_size, chip, options, caps
     with capsys.disabled():
         program = aot.compile_for(mesh, attend, *aot.on_device(mesh, (q, kv, work)))
     [attention] = [kernel for kernel in program.kernels if "attention" in kernel.name]
-    is_long, tile = heads > FEW_HEADS, config.kv_tile
+    is_long, tile = heads > FEW_HEADS or kv_dtype == FP8, config.kv_tile
     of_values = 2 * tile // 16 if is_long else 512 // 64 * tile // 16
     assert attention.count(r"wgmma\.mma_async") == 576 // 16 + of_values
     threads = 384 if is_long else 256
     assert threads * attention.registers <= SM_REGISTERS
     assert 128 * (2 * REGISTERS[0] + REGISTERS[1]) <= threads * attention.registers or not is_long
-    ring = 2 * tile * 576 * 2
+    ring = 2 * tile * 576 * 2  # of codes: a tile of numbers, and two narrower ones
     assert ring < program.shared_memory_bytes[0] <= config.shared_memory_bytes < 2 * ring
     operations = made(program.executable.as_text())
     assert operations.count("custom-call") == 2

@@ -120,6 +120,7 @@ FAULTS_OF_PARTS = {
 
 FEW = decodes((300, 33), q_per_kv=16, head_dim=128), 64
 MANY = decodes((300, 33), q_per_kv=20, head_dim=128), 128
+CODES = MANY[0]._replace(kv_dtype=FP8, kv_scales=(0.5, 3.0)), 128
 FAULTS_OF_LATENTS = {
     "a tile is free before its values are read": (
         "decode_compute", "if buffers.wide_k is None and buffers.v is not None:",
@@ -150,8 +151,8 @@ FAULTS_OF_LATENTS = {
     ),
     "both halves of a value are the first": (
         "latent_decode",
-        "    half = pl.ds(shape.width // 2, shape.width // 2)\n    plgpu.barrier_arrive",
-        "    half = pl.ds(0, shape.width // 2)\n    plgpu.barrier_arrive", MANY
+        "    half = pl.ds(shape.width // 2, shape.width // 2)\n    rest",
+        "    half = pl.ds(0, shape.width // 2)\n    rest", MANY
     ),
     "weights are written before they have been read": (
         "latent_decode",
@@ -162,14 +163,24 @@ FAULTS_OF_LATENTS = {
     ),
     "a tile is free when one of two has read it": (
         "latent_decode",
-        "            plgpu.barrier_arrive(buffers.p_free)\n"
-        "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n",
-        "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n"
-        "            plgpu.barrier_arrive(buffers.p_free)\n"
+        "        decay = gain_of_turn(lambda: None)\n",
+        "        decay = gain_of_turn(lambda: None)\n"
         "            plgpu.barrier_arrive(buffers.k_free.at[slot])\n", MANY
     ),
     "totals do not decay": (
         "latent_decode", "softmax.total * decay + p.sum", "softmax.total + p.sum", MANY
+    ),
+    "codes are widened before they have come": (
+        "latent_decode", "            plgpu.barrier_wait(buffers.k_full.at[slot])\n", "", CODES
+    ),
+    "codes of the follower are not waited for": (
+        "latent_decode", "        plgpu.barrier_wait(buffers.wide_full)\n", "        pass\n", CODES
+    ),
+    "scores are in units of codes": (
+        "latent_decode", "(k_scale * (options.scale * LOG2_E))", "(options.scale * LOG2_E)", CODES
+    ),
+    "values are in units of codes": (
+        "latent_decode", "gain = v_scale / total", "gain = 1 / total", CODES
     ),
     "heads come last in what is put together": (
         "decode", "config, options, heads_first=is_long)", "config, options)", MANY

@@ -68,9 +68,13 @@ def test_kernels_answer_where_devices_split_positions(caplog):
 
 def test_decodes_of_latents_have_a_kernel_and_all_else_has_none(caplog):
     """Prompts are loops, and kernels of products, experts and norms are for other attention."""
-    for by_position, size in ((False, 16), (True, 256)):
+    for by_position, size, kv_dtype in (
+        (False, 16, jnp.bfloat16),
+        (True, 256, jnp.bfloat16),
+        (True, 256, FP8),
+    ):
         layout = Layout(PRESETS["deepseek-v2-lite"], 4, 4, by_position=by_position)
-        chosen = choose(HOPPER, layout, block_size=size)
+        chosen = choose(HOPPER, layout, kv_dtype=kv_dtype, block_size=size)
         assert chosen.name == "decode kernel" and chosen.enter is None
         assert (chosen.localise is not None) == by_position
         assert choose_norms(layout, Formats(), chosen.name).name == "xla"

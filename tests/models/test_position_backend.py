@@ -18,6 +18,7 @@ from pallas_kernels.decode_work import DecodeConfig
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.window import Chunk
 from shiftjax.arch.config import LayerKind
+from shiftjax.arch.formats import FORMATS
 from shiftjax.arch.latent import Latent
 from shiftjax.arch.presets import PRESETS
 from shiftjax.device import position_cases
@@ -121,16 +122,21 @@ def test_head_dims_that_are_no_blocks_of_columns_and_codes(dtype):
 
 
 @pytest.mark.costs(10)
-def test_latents_are_keys_and_values():
-    """Twenty heads, in two groups of ten; the values are the first 128 numbers of 192."""
-    shape = replace(shape_of(), heads=20, head_dim=192, values_in_keys=128)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", *thorough("fp8")])
+def test_latents_are_keys_and_values(kv_dtype):
+    """Twenty heads, on the long side; the values are the first 128 numbers of 192."""
+    shape = replace(shape_of(), heads=20, head_dim=192, values_in_keys=128, kv_dtype=kv_dtype)
     case = decodes_of((1, 64, 81, 333), q_per_kv=20, head_dim=192)
-    k, _ = case.pool
-    values = jnp.where(jnp.arange(192) < 128, k, 0)
-    options = AttentionOptions(shape.layout.model.attention_scale)
+    k, scales = case.pool[0].astype(FORMATS[kv_dtype].dtype), (1.0, 1.0)
+    terms = LayerTerms()
+    if kv_dtype == "fp8":
+        scales = jnp.float32([[0.5], [2.0]])
+        terms = LayerTerms(kv_scales=scales)
+    values = jnp.where(jnp.arange(192) < 128, k, jnp.zeros_like(k))
+    options = AttentionOptions(shape.layout.model.attention_scale, kv_scales=scales)
     wanted = expected(case._replace(pool=(k, values)), options)
-    config = CONFIG._replace(shared_memory_bytes=90_000)
-    out = answered(case._replace(pool=(k,)), shape, LayerTerms(), config)
+    config = CONFIG._replace(shared_memory_bytes=100_000)
+    out = answered(case._replace(pool=(k,)), shape, terms, config)
     out = np.pad(out, ((0, 0), (0, 0), (0, 64)))
     assert (row_errors(case, out, wanted) <= MOST_ERROR).all()
 

@@ -13,6 +13,16 @@ ROUTES = "tests/models/test_experts.py"
 # fmt: off
 ROWS = (
     Mutant(
+        "values in latents have a scale of their own", "latents", "shiftjax/arch/weights.py",
+        'sides = "kv" if config.latent is None else "kk"', 'sides = "kv"',
+        ("tests/device/test_latent_codes.py",), "what latents sum is in other units",
+    ),
+    Mutant(
+        "scales of latents are forgotten", "latents", MLA,
+        "None if scales is None else scales[...].T", "None",
+        ("tests/device/test_latent_codes.py",), "most of them are beyond the largest code",
+    ),
+    Mutant(
         "latents are normed as hidden states are", "latents", MLA,
         "normed = rms_norm(down[:, :rank], self.kv_norm[...], EPSILON)",
         "normed = rms_norm(down[:, :rank], self.kv_norm[...], self.config.rms_norm_eps)",
