@@ -242,7 +242,7 @@ def worst_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndarray]) ->
     out[: case.num_rows] = values
     rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(case.decodes))
     error = abs(lse - expected_lse(case, step, rows)).max(initial=0)
-    return max(worst_decode(case, step, out), error * 2**7)
+    return float(np.max([worst_decode(case, step, out), error * 2**7]))  # NaN, if there is one
 
 
 def worst_prefill_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndarray]) -> float:
@@ -251,7 +251,7 @@ def worst_prefill_parts(case: Case, step: Step, found: tuple[np.ndarray, np.ndar
     rows = rows_of(step.kv.seq_lens, step.query_start_loc, len(step.kv.seq_lens))
     own = slice(case.num_rows, len(rows.seq))
     error = abs(lse[: len(rows.seq)] - expected_lse(case, step, rows))[own].max(initial=0)
-    return max(worst_prefill(case, step, values), float(error) * 2**7)
+    return float(np.max([worst_prefill(case, step, values), error * 2**7]))  # NaN, if there is one
 
 
 def interpreted(attend: Callable[..., jax.Array], *arrays: Any) -> np.ndarray:

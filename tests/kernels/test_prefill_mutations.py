@@ -1,7 +1,7 @@
 """The checks of the prefill kernel can fail: every fault below, put into it, is found."""
 
 import pytest
-from attention_cases import FP8, Case, make_step
+from attention_cases import FP8, Case, make_step, run_prefill_parts, worst_prefill_parts
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
 from mutations import load
@@ -129,6 +129,36 @@ def test_a_fault_is_found(fault):
     except Exception as problem:  # the interpreter's own: a race, a barrier left half-way
         error = problem
     assert isinstance(error, Exception) or error > 1
+
+
+FAULTS_OF_PARTS = {
+    "rows weigh what those of the first head do": (
+        "rows", "token] = units[g * problem.n", "token] = units[0 * problem.n", Case()
+    ),
+    "what leaves has no weight but its largest score's": (
+        "compute", "state.maximum + jnp.log2(total)", "state.maximum", Case()
+    ),
+    "parts of parts weigh what the largest does": (
+        "combine", "top + jnp.log2(total)", "top", SPLIT
+    ),
+    "the weight of split tiles is not written": (
+        "combine", "block == 0)", "block < 0)", SPLIT
+    ),
+    "weights are those of the piece before": (
+        "rows", "        store(leaving.units, lse)\n", "", Case()
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", mutants(*FAULTS_OF_PARTS))
+def test_a_fault_of_parts_is_found(fault):
+    part, old, new, case = FAULTS_OF_PARTS[fault]
+    module, step = load(MODULES, f"prefill_{part}", old, new), make_step(case)
+    try:
+        error = worst_prefill_parts(case, step, run_prefill_parts(case, step, module))
+    except Exception as problem:  # the interpreter's own
+        error = problem
+    assert isinstance(error, Exception) or not error <= 1
 
 
 @pytest.mark.thorough
