@@ -49,16 +49,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 @cache
 def expected(name: str) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and what follows them."""
-    data = np.load(PARITY / name / "expected.npz")
+    data = np.load(PARITY / RENAMED.get(name, (name,))[0] / "expected.npz")
     return [data[f"token_ids_{i}"].tolist() for i in range(2)], [
         data[f"greedy_{i}"].tolist() for i in range(2)
     ]
 
 
-def serve(name: str, **options: Any):
+def serve(name: str, folder: Path, **options: Any):
     """Serve prompts three times at once, and all again; return the engine after it."""
     longest = 64 if name == "glm_moe_dsa" else 128
-    built = build_tiny(PARITY / name, max_model_len=longest, **options)
+    directory = folder_of(name, folder) if name in RENAMED else PARITY / name
+    built = build_tiny(directory, max_model_len=longest, **options)
     if not options.get("fleet"):
         built.engine.policy = RandomPolicy(5)
     prompts, wanted = expected(name)
@@ -148,14 +149,33 @@ FEATURES = [
 ]
 
 
+# Other families, where their layers are not those of DeepSeek-V3: V2's queries are made at once,
+# Kimi K2 has another name, and GLM-5 an index.
+OF_FAMILIES = [
+    *(("deepseek_v2", f"positions, {kind}") for kind in ("fleet", "stages", "replicas", "drafts")),
+    *(("glm_moe_dsa", f"positions, {kind}") for kind in ("fleet", "stages", "swap", "drafts")),
+    *(("kimi_k2", f"positions, {kind}") for kind in ("replicas", "swap")),
+]
+
+
 @pytest.mark.costs(50)
 @pytest.mark.parametrize(
     ("feature", "options"),
     quick(FEATURES, *FEATURES[:8:7]),
     ids=lambda x: x if type(x) is str else "",
 )
-def test_what_the_engine_does_beside_steps_changes_no_token(feature, options):
-    built = serve("deepseek_v3", **options)
+def test_what_the_engine_does_beside_steps_changes_no_token(feature, options, tmp_path):
+    check_feature("deepseek_v3", feature, options, tmp_path)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "feature"), OF_FAMILIES)
+def test_nor_does_it_in_other_families(name, feature, tmp_path):
+    check_feature(name, feature, dict(FEATURES)[feature], tmp_path)
+
+
+def check_feature(name: str, feature: str, options: dict[str, Any], folder: Path) -> None:
+    built = serve(name, folder, **options)
     preemptions = built.engine.stats().num_preemptions
     kind = feature.removeprefix("positions, ")
     assert kind not in preemptions or preemptions[kind] > 0
