@@ -107,7 +107,7 @@ class LLM:
         self._built = build(config, files.source, progress, files.cache_dir, leader)
         self.engine = self._built.engine
         self.runners = self._built.runners
-        self._rollouts = self._built.rollouts
+        self.rollouts = self._built.rollouts
         self._compiles = CompileCounter()
         self._compiles.start()
 
@@ -193,7 +193,7 @@ class LLM:
     @property
     def weight_version(self) -> int:
         """The version of the weights: 0 at the start."""
-        return self._rollouts.version
+        return self.rollouts.version
 
     def pause(self, mode: PauseMode = "keep") -> None:
         """Begin no step until `resume`.
@@ -203,7 +203,7 @@ class LLM:
         """
         with self._control() as rollouts:
             rollouts.pause(mode, time.monotonic())
-        while not self._rollouts.is_paused:
+        while not self.rollouts.is_paused:
             with self._control() as rollouts:
                 self._backlog += self.engine.step(time.monotonic())
                 rollouts.end_wait(time.monotonic())
@@ -216,7 +216,7 @@ class LLM:
     @property
     def is_paused(self) -> bool:
         """Whether no step is begun."""
-        return self._rollouts.is_paused
+        return self.rollouts.is_paused
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
         """Give up device memory until `wake_up`: KV, and weights.
@@ -240,7 +240,7 @@ class LLM:
     @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV are not on the devices."""
-        return self._rollouts.is_sleeping
+        return self.rollouts.is_sleeping
 
     def reset_prefix_cache(self) -> None:
         """Find nothing any more that was cached."""
@@ -252,9 +252,9 @@ class LLM:
         """Give the control of the engine, between two steps."""
         with self._lock:
             try:
-                yield self._rollouts
+                yield self.rollouts
             finally:
-                self._backlog += self._rollouts.take_events()
+                self._backlog += self.rollouts.take_events()
                 self._holder = threading.get_ident() if self.is_paused else None
                 self._lock.notify_all()
 

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serving.http.background import InBackground
 from serving.http.batches import batch_routes, run_batches
 from serving.http.cache import LOCAL, cache_routes
+from serving.http.control import PATHS as CONTROLS
+from serving.http.control import control_routes
 from serving.http.described import Described, json_response
 from serving.http.dialects import DIALECTS
 from serving.http.embeddings import embedding_routes
@@ -38,12 +40,19 @@ Answer = tuple[dict[str, Any], tuple[str, ...]]
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service, keys: tuple[str, ...] = ()) -> ASGIApp:
-    """The application, guarded. `keys` are the API keys; none: no key is needed."""
+def make_app(
+    service: Service, keys: tuple[str, ...] = (), control_keys: tuple[str, ...] = ()
+) -> ASGIApp:
+    """The application, guarded. `keys` are the API keys; none: no key is needed.
+
+    `control_keys` are those of the paths that hold and change the engine; none: there are none.
+    """
     # A redirect to a path with a slash would repeat what the Host header says.
-    app = Router(all_routes(service, has_keys=bool(keys)), redirect_slashes=False)
+    routes = [*all_routes(service, has_keys=bool(keys)), *control_routes(service, control_keys)]
+    app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in LOCAL
-    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse)
+    own = dict.fromkeys(CONTROLS, control_keys) if control_keys else {}
+    guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse, own)
     return reachable(guard, service.options)
 
 

@@ -4,7 +4,8 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -39,7 +40,7 @@ class Guard:
 
     `hosts` are the names by which a server on loopback may be called (None: any), so that a page
     elsewhere cannot reach it through a name of its own. `on_refusal` hears of generations that do
-    not come through.
+    not come through. Paths of `own_keys` need one of theirs.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class Guard:
         keys: Collection[str],
         hosts: Collection[str] | None,
         on_refusal: Callable[[ServeError], None],
+        own_keys: Mapping[str, Collection[str]] = MappingProxyType({}),
     ):
         self.app, self._on_refusal = app, on_refusal
         self._keys = digests(keys)
+        self._own_keys = {path: digests(each) for path, each in own_keys.items()}
         self._turns = Turns()
         self._hosts = None if hosts is None else frozenset(hosts)
 
@@ -115,11 +118,12 @@ class Guard:
             raise ServeError("invalid", "The Host header does not name this server.", param="host")
         # Anthropic's clients have a header of their own.
         bearer = headers.get(b"authorization", b""), b"Bearer " + headers.get(b"x-api-key", b"")
-        found = [key_in(each, self._keys) for each in bearer] if self._keys else []
+        keys = self._own_keys.get(scope["path"], self._keys)
+        found = [key_in(each, keys) for each in bearer] if keys else []
         client = scope.get("client") or (None, 0)
         TRACE.set(trace_from(*(_text(headers, each) for each in (b"traceparent", b"tracestate"))))
         CALLER.set(Caller(next(filter(None, found), None), holder_of(client[0])))
-        if self._keys and scope["path"] not in PUBLIC and not any(found):
+        if keys and scope["path"] not in PUBLIC and not any(found):
             raise ServeError("unauthenticated", "A valid API key is needed: Authorization: Bearer.")
 
 

@@ -29,6 +29,16 @@ def read_admin_token(options: ServerOptions) -> str | None:
     return read_secret_lines("admin_token_file", options.admin_token_file)[0]
 
 
+def read_control_keys(options: ServerOptions) -> tuple[str, ...]:
+    """The keys of the paths that hold and change the engine; none: there are no such paths.
+
+    Raises ConfigError.
+    """
+    if options.control_key_file is None:
+        return ()
+    return tuple(read_secret_lines("control_key_file", options.control_key_file))
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -51,6 +61,7 @@ def check_access(options: ServerOptions) -> None:
     """
     read_keys(options)
     read_admin_token(options)
+    read_control_keys(options)
     if options.ssl_certfile is not None:
         from serving.server.tls import Certificates
 

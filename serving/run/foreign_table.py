@@ -259,8 +259,10 @@ REFUSED = {
     ),
     "use --kv-events-endpoint tcp://*:5557 and --kv-events-topic": "--kv-events-config=",
     "use --profile-dir": "--profiler-config= --enable-layerwise-nvtx-tracing",
-    "the engine does not sleep: stop the server, compiled steps are kept": "--enable-sleep-mode",
-    "weights are read at the start alone": "--weight-transfer-config= --custom-weight-loader=",
+    "use --control-key-file: /sleep and /wake_up are there then": "--enable-sleep-mode",
+    "use --control-key-file, and POST /update_weights with a path": (
+        "--weight-transfer-config= --custom-weight-loader="
+    ),
     "a scheduler or worker is not replaced: docs/CORE.md says what plugs in": (
         "--scheduler-cls= --worker-cls= --worker-extension-cls= --io-processor-plugin= "
         "--additional-config="

@@ -12,7 +12,7 @@ from serving.http.app import make_app
 from serving.http.protocol import BoundedProtocol, tune
 from serving.rpc.admin import AdminServicer
 from serving.rpc.listen import GrpcServer
-from serving.run.access import bind, read_admin_token
+from serving.run.access import bind, read_admin_token, read_control_keys
 from serving.server import write_limit
 from serving.server.service import Service
 from serving.server.tls import Certificates
@@ -79,7 +79,7 @@ class Server:
         options, certificates = self.service.options, self.certificates
         self._socket = bind(options.host, options.port)
         tune(self._socket, write_limit.WRITE_SECONDS)
-        app = make_app(self.service, self._keys)
+        app = make_app(self.service, self._keys, read_control_keys(options))
         config = uvicorn.Config(
             app,
             http=BoundedProtocol,

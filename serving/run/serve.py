@@ -277,7 +277,8 @@ async def front_of_llm(
 ) -> tuple[AsyncEngine, ServedModel]:
     """Run a first step; return the engine behind a queue, and what is known of the model."""
     options = service.options
-    engine = AsyncEngine(llm.engine, llm.tokenizer, service.observers, options, kv_events)
+    observers, rollouts = service.observers, llm.rollouts
+    engine = AsyncEngine(llm.engine, llm.tokenizer, observers, options, kv_events, rollouts)
     # On the thread of all later steps: its first one opens files, for which there may be no
     # room when clients have come.
     await engine.call(lambda _: prove(llm))

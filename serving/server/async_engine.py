@@ -24,12 +24,14 @@ from shiftjax.core.limits import MAX_ID_CHARACTERS, validate_request
 from shiftjax.core.request import Event, Request, RequestError
 from shiftjax.core.stats import EngineStats
 from shiftjax.outputs import OutputAssembler
+from shiftjax.rollouts.control import PauseMode, Rollouts
 from shiftjax.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 NUM_RECENT = 1024  # ended requests whose ids are remembered
 STOP_SECONDS, STOP_FAILED_SECONDS = 5.0, 0.5  # for the step that runs; for one that may hang
+PAUSE_SECONDS = 0.02  # between looks whether all that run have ended
 PLACE_SECONDS = 1.0  # that the engine has for saying who waits
 
 
@@ -63,6 +65,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         observers: Sequence[Observer] = (),
         options: ServerOptions | None = None,
         kv_events: KvEvents | None = None,
+        rollouts: Rollouts | None = None,  # that hold the engine; None: without its weights
     ):
         super().__init__(observers, options)  # requests are by the engine's name
         self.request_limits = engine.limits
@@ -71,6 +74,8 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         self._names: dict[str, RequestHandle] = {}  # the same, by the id that the client knows
         self._recent: dict[str, None] = {}  # ids that have ended, oldest first
         self._engine, self._tokenizer = engine, tokenizer
+        self.rollouts = rollouts or Rollouts(engine)
+        self._num_controlled = 0  # changes of the engine on their way
         self._threads = self._thread = EngineThread(engine, self._loop, self._deliver)
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
@@ -282,6 +287,55 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
 
         self._thread.post(command)
         return await asyncio.wrap_future(future)
+
+    # ------------------------------------------------------------------ control
+
+    async def control(self, change: Callable[[Rollouts, float], None]) -> None:
+        """Pause, put to sleep, or change the engine, between steps. Raises what `change` does."""
+
+        def command(engine: Engine) -> list[Event]:
+            try:
+                change(self.rollouts, time.monotonic())
+            except Exception as error:
+                self._loop.call_soon_threadsafe(_fail, done, error)
+            else:
+                self._loop.call_soon_threadsafe(_succeed, done)
+            return self.rollouts.take_events()
+
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._num_controlled += 1
+        try:
+            self._thread.post(command)
+            await done
+        finally:
+            self._num_controlled -= 1
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Begin no step any more; with `wait`, when all that run have ended. See `Rollouts`."""
+        await self.control(lambda rollouts, now: rollouts.pause(mode, now))
+        while self.rollouts.is_ending:
+            await asyncio.sleep(PAUSE_SECONDS)
+            await self.control(lambda rollouts, now: rollouts.end_wait(now))
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest body of a request."""
+        return self._options.max_request_bytes
+
+    def stalled_seconds(self) -> float:
+        """How long unfinished requests have waited for a step; 0 if none is to be expected."""
+        is_held = self.rollouts.is_paused or self._num_controlled
+        return 0.0 if is_held else super().stalled_seconds()
+
+
+def _succeed(done: asyncio.Future[None]) -> None:
+    if not done.done():
+        done.set_result(None)
+
+
+def _fail(done: asyncio.Future[None], error: Exception) -> None:
+    if not done.done():
+        done.set_exception(error)
 
 
 def _validate(request: Request, engine: Engine) -> None:

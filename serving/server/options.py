@@ -48,6 +48,11 @@ class ServerOptions:
         None, "gRPC port of the Admin service, on loopback; default: none", low=0, high=65535
     )
     admin_token_file: str | None = option(None, "file with the token of the Admin service")
+    control_key_file: str | None = option(
+        None,
+        "file with the keys of the paths that pause the engine, put it to sleep, and change its "
+        "weights; default: there are no such paths",
+    )
     simulate: str | None = option(
         None,
         "machine, as h200x8 or a .yaml file, that devices are simulated of: answers are made up, "
@@ -186,7 +191,7 @@ SERVER_TASKS: Mapping[str, Task] = MappingProxyType(
             *("chat_template", "default_chat_template_kwargs", "force_include_usage"),
             *("kv_events", "kv_events_endpoint", "kv_events_topic"),
             *("kv_events_replay", "max_seqs_per_key", "max_seqs_per_address"),
-            *("store_responses", "store_dir", "otlp_traces_endpoint"),
+            *("store_responses", "store_dir", "otlp_traces_endpoint", "control_key_file"),
         ),
         "generate",
     )

@@ -67,7 +67,7 @@ class BlockTables:
         for number in range(limit):
             end = (number + 1) * several
             if len(hashes) < end:
-                root = self._root(request)
+                root = self._root(request, self.version)
                 beginning = tokens[: min(2 * end, limit * several) * size]
                 extend_hashes(hashes, root, beginning, size)
             block_hash = hashes[end - 1]
@@ -307,14 +307,14 @@ class BlockTables:
     def _may_have_prefix(self, sequence: SequenceState) -> bool:
         return self.prefix_caching and not sequence.wants_prompt_logprobs
 
-    def _root(self, request: Request) -> bytes:
-        """The parent of the first block of a request that begins now."""
-        return root_hash(*self._identity, request.adapter, request.cache_salt, self.version)
+    def _root(self, request: Request, version: int) -> bytes:
+        """The parent of the first block of a request that begins with weights of this version."""
+        return root_hash(*self._identity, request.adapter, request.cache_salt, version)
 
     def _hashes(self, sequence: SequenceState) -> list[bytes]:
         """The hash of every full block: that of what it ends with, which is chained to the rest."""
         request, hashes = sequence.request, sequence.block_hashes
-        root = b"" if hashes else self._root(request)
+        root = b"" if hashes else self._root(request, sequence.version)
         extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
         several = self.block_size // self._hash_size
         return hashes if several == 1 else hashes[several - 1 :: several]

@@ -161,6 +161,7 @@ class SequenceState:
     pending_row: int = -1  # the row of the in-flight step that samples the last of them
     block_hashes: list[bytes] = field(default_factory=list)  # chain over full blocks, each once
     num_registered_blocks: int = 0
+    version: int = 0  # of the weights that its first KV is computed with
     num_preemptions: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0

@@ -140,6 +140,7 @@ class Scheduler:
                 constraint=request.constraints[index] if request.constraints else None,
                 num_known_tokens=num_known,
                 siblings=siblings,
+                version=self.tables.version,
             )
             siblings.append(sequence)
             self._wait(sequence)
@@ -528,7 +529,7 @@ class Scheduler:
         """The weights are others, of this version. No step is in flight.
 
         Nothing that was cached is found any more. Sequences that have begun keep their KV, or lose
-        it in both tiers to `recompute` it; they keep the root of their hashes where they keep KV.
+        it in both tiers to `recompute` it; where they keep it they keep the root of their hashes.
         """
         self.tables.version = version
         self.lookahead.renew(version)
@@ -540,6 +541,7 @@ class Scheduler:
         for sequence in self._alive():
             if not sequence.block_table and not sequence.places:
                 sequence.block_hashes.clear()
+                sequence.version = version
 
     def _alive(self) -> list[SequenceState]:
         """Every unfinished sequence."""

@@ -81,7 +81,7 @@ class WindowedTables(BlockTables):
         else:
             tokens = list(request.prompt_token_ids)
             count = (len(tokens) - 1) // self.block_size
-            extend_hashes(hashes, self._root(request), tokens, self.block_size)
+            extend_hashes(hashes, self._root(request, self.version), tokens, self.block_size)
         return self._prefixes.longest(hashes, count) * self.block_size
 
     def _find(self, sequence: SequenceState, shortage: int) -> Found:

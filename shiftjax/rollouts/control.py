@@ -18,6 +18,7 @@ from shiftjax.core.request import Event
 PauseMode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = get_args(Tag)
+MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 
 class RolloutError(ValueError):
@@ -87,6 +88,11 @@ class Rollouts:
         return self.engine.holds == "all"
 
     @property
+    def is_ending(self) -> bool:
+        """Whether a pause waits for those that have begun."""
+        return self.engine.holds == "new"
+
+    @property
     def is_sleeping(self) -> bool:
         """Whether weights or KV pools are not on the devices."""
         return bool(self.asleep)
@@ -114,9 +120,8 @@ class Rollouts:
         computed to their end first, by further steps, while others wait; `end_wait` follows when
         none is left.
         """
-        if mode not in get_args(PauseMode):
-            modes = ", ".join(get_args(PauseMode))
-            raise RolloutError(f"mode must be one of {modes}, not {mode!r}.")
+        if mode not in MODES:
+            raise RolloutError(f"mode must be one of {', '.join(MODES)}, not {mode!r}.")
         self._is_paused = True
         if mode == "wait" and not self.is_paused:
             self.engine.holds = "new"

@@ -16,15 +16,9 @@ ROWS = (
     ),
     Mutant(
         "new weights find what old ones have begun", "rollouts", "shiftjax/core/block_tables.py",
-        "request.cache_salt, self.version)", "request.cache_salt)",
+        "self._root(request, sequence.version)", "self._root(request, self.version)",
         (f"{TEST_UPDATE}::test_a_block_that_old_weights_have_begun_is_not_found",),
         "a prompt is read with keys and values of other weights",
-    ),
-    Mutant(
-        "the engine holds what a trainer holds", "rollouts", "shiftjax/device/place.py",
-        "sharding, may_alias=False)", "sharding)",
-        (f"{TEST_UPDATE}::test_a_trainer_may_do_with_its_arrays_what_it_likes",),
-        "the next step of the trainer deletes weights of the engine",
     ),
     Mutant(
         "sequences keep blocks of pools that are gone", "rollouts",

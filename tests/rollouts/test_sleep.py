@@ -107,7 +107,7 @@ def test_an_engine_asleep_holds_what_is_counted(degrees, options):
 def test_weights_that_were_dropped_come_with_an_update(llm):
     new = other_weights(1)
     llm.sleep(level=2)
-    assert llm._rollouts.held_bytes() == {"weights": 0, "kv_cache": 0, "host": 0}
+    assert llm.rollouts.held_bytes() == {"weights": 0, "kv_cache": 0, "host": 0}
     llm.wake_up()
     assert llm.is_paused and not llm.is_sleeping
     with pytest.raises(RolloutError, match="lacks weights"):

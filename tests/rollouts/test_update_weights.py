@@ -256,7 +256,7 @@ def test_a_block_that_old_weights_have_begun_is_not_found():
     built = make(directory, 1, 1)
     engine, new = built.engine, other_weights(1)
     engine.add_request(Request("begun", [5, 6, 7], GREEDY))
-    found = [event for _ in range(2) for event in engine.step(0.0)]
+    found = engine.step(0.0)
     built.rollouts.update(new, 0.0)
     found += built.rollouts.take_events()
     while engine.has_work():

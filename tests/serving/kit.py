@@ -35,6 +35,7 @@ from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.parallel.grid import Group
+from shiftjax.rollouts.control import Rollouts
 from shiftjax.sim.echo import EchoRunner
 from shiftjax.targets import NO_TARGETS
 from shiftjax.text.byte_tokenizer import byte_backend
@@ -193,6 +194,7 @@ def running_server(
     tokenizer: Tokenizer | None = None,
     num_compiles: Callable[[], int] = lambda: 0,
     kv_events: KvEvents | None = None,
+    rollouts: Rollouts | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
     grammar_timeout: float = 60.0,  # a busy machine shall not change answers
     **options,
@@ -208,7 +210,7 @@ def running_server(
     def open_engine(service: Service) -> AsyncEngine:
         plug_traces(service, {})
         observers, settings = service.observers, service.options
-        async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events)
+        async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events, rollouts)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         names, told = ("echo", "echo-alias"), {"num_compiles": num_compiles, "defaults": defaults}
         told["targets"] = targets

@@ -190,6 +190,7 @@ def test_check_refuses_what_a_start_refuses(capsys, places, flag, words):
     [
         (("--api-key-file={}/absent",), "api_key_file: "),
         (("--api-key-file={}/empty",), "empty is empty"),
+        (("--control-key-file={}/absent",), "control_key_file: "),
         (("--admin-port=0", "--admin-token-file={}/absent"), "admin_token_file: "),
         (("--ssl-certfile={0}/file", "--ssl-keyfile={0}/file"), "ssl_certfile, ssl_keyfile"),
         (("--host=192.0.2.1",), "cannot listen on 192.0.2.1"),

@@ -33,6 +33,7 @@ OTHERS = {
     "store_responses": "1GiB",
     "store_dir": "kept",
     "otlp_traces_endpoint": "http://127.0.0.1:4317",
+    "control_key_file": "keys",
     "force_include_usage": True,
     "default_chat_template_kwargs": "{}",
 }
