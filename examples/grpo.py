@@ -112,24 +112,39 @@ class Layer(nnx.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Table(nnx.Module):
+    """The embedding."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.weight = nnx.Param(rngs.params.normal((config.vocab_size, config.hidden_size)))
+
+
+class Body(nnx.Module):
+    """All but the head."""
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+        self.embed_tokens = Table(config, rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.num_layers)])
+        self.norm = Norm(config.hidden_size, config.rms_norm_eps)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Hidden states of `[texts, tokens]`."""
+        x = self.embed_tokens.weight[...][ids]
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
 class Llama(nnx.Module):
     """A Llama whose parameters have the names of its checkpoint."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        table = nnx.Param(rngs.params.normal((config.vocab_size, config.hidden_size)))
-        layers = [Layer(config, rngs) for _ in range(config.num_layers)]
-        norm = Norm(config.hidden_size, config.rms_norm_eps)
-        self.model = nnx.Dict(
-            embed_tokens=nnx.Dict(weight=table), layers=nnx.List(layers), norm=norm
-        )
+        self.model = Body(config, rngs)
         self.lm_head = Projection(config.vocab_size, config.hidden_size, rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Log-probabilities `[texts, tokens - 1]` of all tokens but the first."""
-        x = self.model.embed_tokens.weight[...][ids]
-        for layer in self.model.layers:
-            x = layer(x)
-        logits = self.lm_head(self.model.norm(x))[:, :-1]
+        logits = self.lm_head(self.model(ids))[:, :-1]
         found = jnp.take_along_axis(logits, ids[:, 1:, None], axis=-1)[..., 0]
         return found - jax.nn.logsumexp(logits, axis=-1)
 
@@ -191,9 +206,15 @@ def split(model: Llama, mesh: Mesh) -> None:
 
 def train(steps: int, **options: Any) -> list[float]:
     """Train; returns the mean reward of each step. `options` are those of the engine."""
-    sizes = {"max_model_len": 64, "max_num_seqs": 32, "num_blocks": 400, "token_buckets": [64]}
+    sizes: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 32,
+        "num_blocks": 400,
+        "token_buckets": [64],
+    }
     sizes |= {"dtype": "float32", "block_size": 4, "max_num_batched_tokens": 64}
-    llm = LLM("random:tiny", **({"sp": 2, "tp": 2} | sizes | options))
+    sizes |= {"sp": 2, "tp": 2} | options
+    llm = LLM("random:tiny", **sizes)
     config = llm.deployment.layout.model
     mesh = Mesh(np.array(jax.devices()[: llm.deployment.layout.num_devices]), ("devices",))
     model = Llama(config, nnx.Rngs(0))
