@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.parallel.layout import Layout
-from shiftjax.parallel.positions import Positions
+from shiftjax.parallel.positions import Positions, gathered_tokens, span_blocks
 
 
 @st.composite
@@ -123,3 +123,13 @@ def test_what_cannot_be_split_evenly_is_refused():
     layout = Layout(PRESETS["tiny"], 4, 4, by_position=True)
     with pytest.raises(ValueError, match="4 devices cannot split blocks of 6 tokens"):
         layout.positions(6)
+
+
+@pytest.mark.parametrize(
+    ("stripe", "tokens", "gathered"),
+    [(64, 4096, 4096), (96, 4096, 3840), (24, 100, 96), (512, 128, 512)],
+)
+def test_what_is_gathered_is_whole_spans_where_there_is_room(stripe, tokens, gathered):
+    """Of 128 tokens; else whole stripes, and one at least."""
+    assert gathered_tokens(stripe, tokens) == gathered
+    assert stripe * span_blocks(stripe) % 128 == 0
