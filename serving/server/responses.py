@@ -20,7 +20,15 @@ from serving.server.handle import Delta, RequestHandle
 from serving.server.logprobs import LogprobWriter, finite
 from serving.server.request_timeline import asked_timeline
 from serving.server.served import Generation
-from serving.server.vllm_answers import ANSWER, CHOICE, MESSAGE, echoed, given_ids, prompt_ids
+from serving.server.vllm_answers import (
+    ANSWER,
+    CHOICE,
+    MESSAGE,
+    echoed,
+    given_ids,
+    prompt_ids,
+    weight_version,
+)
 from shiftjax.core.request import TokenLogprobs
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
@@ -96,8 +104,10 @@ class Writer:
         if self._is_chat:
             said = self._message(self._pieces(number, output))
             message = {"role": "assistant"} | MESSAGE | said
-            return CHOICE | self._chat_choice(number, handle, output, {"message": message})
-        return CHOICE | self._completion(number, handle, output) | self._of_prompt(handle)
+            choice = self._chat_choice(number, handle, output, {"message": message})
+        else:
+            choice = self._completion(number, handle, output) | self._of_prompt(handle)
+        return CHOICE | choice | weight_version(output)
 
     # ------------------------------------------------------------------ streams
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from serving.server.fields import ChatFields, GenerationFields
 from serving.server.handle import RequestHandle
+from shiftjax.outputs import CompletionOutput
 
 Json = dict[str, Any]
 
@@ -32,3 +33,8 @@ def prompt_ids(fields: GenerationFields, handle: RequestHandle) -> Json:
 def given_ids(fields: GenerationFields, token_ids: Sequence[int]) -> Json:
     """The `token_ids` of a choice, if they were asked for."""
     return {"token_ids": token_ids} if fields.return_token_ids else {}
+
+
+def weight_version(output: CompletionOutput) -> Json:
+    """The version of the weights that a choice ended with; nothing of those of the start."""
+    return {"weight_version": output.weight_version} if output.weight_version else {}

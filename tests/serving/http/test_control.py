@@ -126,13 +126,18 @@ def test_weights_change_over_http(tmp_path_factory):
         running.client(headers=TRAINER) as client,
     ):
 
+        def choice() -> dict:
+            return client.post(COMPLETION, json=wish).json()["choices"][0]
+
         def tokens() -> list[int]:
-            return client.post(COMPLETION, json=wish).json()["choices"][0]["token_ids"]
+            return choice()["token_ids"]
 
         assert tokens() == expected(other_weights(0), PROMPTS[0])
+        assert "weight_version" not in choice()
         answer = client.post("/update_weights", json={"path": str(directory_of(new))})
         assert answer.json() == {"weight_version": 1}
         assert tokens() == expected(new, PROMPTS[0])
+        assert choice()["weight_version"] == 1
         assert client.post("/sleep?level=1").json() == {"is_sleeping": True}
         assert built.rollouts.held_bytes()["weights"] == 0
         is_error(client.post("/resume"), 409)
