@@ -104,6 +104,7 @@ def test_an_engine_asleep_holds_what_is_counted(degrees, options):
     assert [tokens(e) for e in after_texts.values()] == [tokens(e) for e in before_texts.values()]
 
 
+@pytest.mark.costs(14)  # of the engine that the others use, too
 def test_weights_that_were_dropped_come_with_an_update(llm):
     new = other_weights(1)
     llm.sleep(level=2)
