@@ -83,6 +83,7 @@ def test_logits_are_those_of_rounded_latents(name, tmp_path, monkeypatch):
         assert np.median(np.abs(logits - plain)) > 0.1
 
 
+@pytest.mark.costs(12)
 @pytest.mark.parametrize("name", quick(("deepseek_v2", "deepseek_v3"), "deepseek_v3"))
 def test_codes_without_scales_are_near_to_numbers(name):
     """They keep 4 bits. Some tokens change experts, hence the median."""

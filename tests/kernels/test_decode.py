@@ -145,6 +145,7 @@ LATENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("name", quick(LATENTS, "20 heads, window, blocks of 8"))
 def test_latents_are_keys_and_values(name):
     case, width = LATENTS[name]
