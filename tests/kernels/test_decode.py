@@ -105,6 +105,7 @@ PARTS = {
 }
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("name", quick(PARTS, "window", "head_dim 96, fp8"))
 def test_parts_say_how_much_they_weigh(name):
     case = PARTS[name]
