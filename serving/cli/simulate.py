@@ -36,6 +36,7 @@ from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.kv_positions import positions_in_words
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import Phases, standard_deployments
+from shiftjax.sim.numerics_words import numerics_in_words
 from shiftjax.sim.planning import (
     beside_in_words,
     degree_flags,
@@ -112,6 +113,7 @@ def plan(arguments: argparse.Namespace, config: EngineConfig, sampling: Sampling
         with_switch_in_words(
             target, best, best_of(estimates[len(own) :], workload, arguments.goal)
         ),
+        numerics_in_words(target, own[0] if own else best),
         positions_in_words(target, own[0] if own else best, workload),
         hosts_in_words(target, workload, **settings),
         gather_in_words(target, **settings),

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from shiftjax.arch.numerics import NumericsName
+
 
 class Format(NamedTuple):
     """How a number is stored; with `has_scales`, in units of scales that are stored beside it.
@@ -62,6 +64,7 @@ class Formats:
     weights: str = AUTO  # of the matrices of the layers
     kv: str = AUTO
     activations: str = AUTO  # of embedding, LM head, norms and biases, too
+    sums: NumericsName = "fast"  # of partial products over devices, a name of `numerics.py`
 
     @property
     def dense(self) -> str:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.numerics import NumericsName
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
@@ -15,6 +16,7 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
+WIDE_BYTES = 4  # of a number of a sum that is not rounded before
 SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for norms of all heads
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number
@@ -42,12 +44,13 @@ class Carried(NamedTuple):
 
     number_bytes: int
     codes: bool = False  # heads come back as the codes that o multiplies
+    sums: NumericsName = "fast"  # how partial products are summed
 
 
 def carried_by(formats: Formats) -> Carried:
     """Return what our programs carry."""
     has_codes = formats.has_codes_of_inputs and not FORMATS[formats.weights].of_experts
-    return Carried(formats.activation_bytes, has_codes)
+    return Carried(formats.activation_bytes, has_codes, formats.sums)
 
 
 def layer_collectives(
@@ -59,6 +62,7 @@ def layer_collectives(
     experts: Mode | None = None,
     has_kv: bool = True,
     codes: bool = False,
+    sums: NumericsName = "fast",
 ) -> list[Collective]:
     """What one decoder layer moves for a step of `num_tokens`, a multiple of the mode's sp.
 
@@ -74,7 +78,7 @@ def layer_collectives(
     them brings its tokens together before that, and scatters their sums.
     """
     each = num_tokens * activation_bytes  # bytes of a number of all tokens
-    queries, sums = (
+    queries, answers = (
         each * layout.heads_per_device * width
         for width in (layout.model.query_dim, layout.model.value_dim)
     )
@@ -83,15 +87,15 @@ def layer_collectives(
             layout.heads_per_device * layout.model.value_dim,
             layout.heads_of_block,
         )
-        sums = num_tokens * (columns + SCALE_BYTES * columns // block)
-    moves = [_reduce(layout, mode, num_tokens, activation_bytes, 1 if experts else 2)]
+        answers = num_tokens * (columns + SCALE_BYTES * columns // block)
+    moves = _sums(layout, mode, num_tokens, activation_bytes, 1 if experts else 2, sums)
     weights, tokens = strides(mode, layout.tp)
     cached = each * layout.cache.numbers if has_kv else 0
     if layout.model.latent is not None:
         moves.append(Collective("all-gather", mode.sp, cached, 1, tokens))
         cached = 0
     moves.append(Collective("all-to-all", mode.sp, queries + cached, 1, tokens))
-    moves.append(Collective("all-to-all", mode.sp, sums, 1, tokens))
+    moves.append(Collective("all-to-all", mode.sp, answers, 1, tokens))
     if layout.model.wide_qk_norm:
         squares = num_tokens // mode.sp * SQUARES
         moves.append(Collective("all-reduce", layout.ways(mode), squares, 1, weights))
@@ -126,7 +130,9 @@ def parts_collectives(
     own = layout.shapes[parts.heads], mode, num_tokens, carried.number_bytes
     used = (experts or layout.shift) if parts.has_experts else None
     has_kv = parts.num_kv > 0
-    return layer_collectives(*own, experts=used, has_kv=has_kv, codes=carried.codes)
+    return layer_collectives(
+        *own, experts=used, has_kv=has_kv, codes=carried.codes, sums=carried.sums
+    )
 
 
 def gather_of_experts(
@@ -220,7 +226,11 @@ def gather_collectives(
 
 
 def row_collectives(
-    layout: Layout, mode: Mode, num_rows: int, activation_bytes: int
+    layout: Layout,
+    mode: Mode,
+    num_rows: int,
+    activation_bytes: int,
+    sums: NumericsName = "fast",
 ) -> list[Collective]:
     """What the logit rows of a step move: in late layers, which run as in SHIFT, and after them.
 
@@ -231,7 +241,7 @@ def row_collectives(
     if not layout.model.is_last_stage:
         return []
     size, row = layout.num_devices, layout.model.hidden_size * activation_bytes
-    late = layer_collectives(layout, layout.shift, num_rows, activation_bytes)
+    late = layer_collectives(layout, layout.shift, num_rows, activation_bytes, sums=sums)
     moves = [
         *_times(late, layout.model.num_late_layers),
         Collective("all-reduce", size, num_rows * size * SAMPLE_BYTES, 1),
@@ -344,13 +354,33 @@ def step_collectives(
         *weight_collectives(layout, mode, formats),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),
-        *row_collectives(layout, mode, num_rows, activation_bytes),
+        *row_collectives(layout, mode, num_rows, activation_bytes, formats.sums),
         *_times(row_exchanges(layout, num_rows, activation_bytes), layout.model.num_layers),
     ]
 
 
 def _times(moves: list[Collective], count: int) -> list[Collective]:
     return [move._replace(num_times=move.num_times * count) for move in moves if count]
+
+
+def _sums(
+    layout: Layout,
+    mode: Mode,
+    num_tokens: int,
+    activation_bytes: int,
+    num_times: int,
+    sums: NumericsName,
+) -> list[Collective]:
+    """What sums of partial products move, by the setting `numerics`; see `models/sums.py`."""
+    move = _reduce(layout, mode, num_tokens, activation_bytes, num_times)
+    wide = _reduce(layout, mode, num_tokens, WIDE_BYTES, num_times)
+    if sums == "fast":
+        return [move]
+    if sums == "float32":
+        return [wide]
+    if sums == "integer":  # and the largest leaf of each token
+        return [wide, wide._replace(num_bytes=num_tokens // mode.sp * WIDE_BYTES)]
+    return [wide._replace(kind="all-to-all"), move._replace(kind="all-gather")]
 
 
 def _reduce(

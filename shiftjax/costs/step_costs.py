@@ -276,7 +276,8 @@ class CostModel:
             return StepCost(collectives=exchanged)
         rows = round_up(num_rows, layout.num_devices)
         head = self.kernels.head(rows, hidden, layout.vocab_size // layout.num_devices)
-        moves = row_collectives(layout, mode, rows, self.formats.activation_bytes)
+        formats = self.formats
+        moves = row_collectives(layout, mode, rows, formats.activation_bytes, formats.sums)
         late, _ = self._late_layers.cost(layout.shift, rows, self.model.num_late_layers)
         moved = self.layers.move(moves) + exchanged
         return late._replace(matmul=late.matmul + head, collectives=moved)

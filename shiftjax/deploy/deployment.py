@@ -93,7 +93,6 @@ class Deployment:
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
     deterministic: bool = False  # attention of a sequence does not depend on the others
-    numerics: NumericsName = "fast"  # of sums over devices
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
     parks: bool = False  # computes prompts alone (`phases/resharding.py`)
@@ -145,6 +144,11 @@ class Deployment:
     def policy_class(self) -> type[Policy]:
         """What chooses the modes of its steps."""
         return POLICIES[self.policy]
+
+    @property
+    def numerics(self) -> NumericsName:
+        """The name of how its steps sum over devices."""
+        return self.formats.sums
 
     @property
     def of_numerics(self) -> Numerics:

@@ -34,29 +34,22 @@ def _settings(config: EngineConfig, deployment: Deployment) -> Iterator[str]:
         yield f"hosts = {hosts}: devices of several hosts are not proven to give the same bits"
     if config.parallel.phases is not None:
         yield f"phases = {config.parallel.phases}: phases are not proven to give the same bits"
-    if deployment.drafts.speculation != "none":
-        words = "drafted tokens are not proven to give the same bits"
-        yield f"speculation = {deployment.drafts.speculation}: {words}"
-    if layout.gathers:
-        yield "weights = gather: gathered weights are not proven to give the same bits"
+    if (speculation := deployment.drafts.speculation) in ("model", "hybrid"):
+        yield f"speculation = {speculation}: speculators are not proven to draft the same tokens"
     if layout.by_position:
         yield "kv_split = position: devices would attend to a context in other parts"
 
 
 def _of_model(deployment: Deployment) -> Iterator[str]:
     model = deployment.layout.model
-    if model.experts is not None:
-        yield f"the experts of {model.name}: what they add is summed in the order of devices"
+    if any(model.windows):
+        yield f"the windows of {model.name}: rows and tiles would begin at other places"
     if model.latent is not None:
         yield f"the latents (MLA) of {model.name}: their attention is not proven"
-    if model.num_late_layers:
-        yield f"the late layers (SwiftKV) of {model.name}: they are not proven"
     if model.wide_qk_norm:
         yield f"{model.name}, whose norms of queries and keys sum over all devices"
     if model.layer_input_width:
         yield f"{model.name}, whose layers have inputs of their own: they are not proven"
-    if any(model.windows):
-        yield f"the windows of {model.name}: they are not proven"
 
 
 def _formats(deployment: Deployment) -> Iterator[str]:
@@ -64,7 +57,5 @@ def _formats(deployment: Deployment) -> Iterator[str]:
     if FORMATS[formats.activations].dtype.itemsize > 2:
         words = "XLA sums products of float32 in another order where they have other rows"
         yield f"dtype = {formats.activations}: {words}"
-    if FORMATS[formats.weights].dtype.itemsize < 2 or formats.has_codes_of_inputs:
-        yield f"quantization = {formats.weights}: products of codes are not proven"
-    if FORMATS[formats.kv].dtype.itemsize < 2:
-        yield f"kv_cache_dtype = {formats.kv}: a KV cache of codes is not proven"
+    if FORMATS[formats.weights].is_packed:
+        yield f"quantization = {formats.weights}: products of four bits are not proven"

@@ -50,6 +50,7 @@ def formats_in(config: EngineConfig, model: ModelConfig, suited: Suited | None =
     suited, quantization = suited or Suited(), config.model.quantization
     dtype = suited.dtype if config.model.dtype == "auto" else config.model.dtype
     formats = formats_of(dtype, config.cache.kv_cache_dtype)
+    formats = replace(formats, sums=config.model.numerics)
     if quantization == "auto":
         quantization = "none" if model.codes is None else model.codes.format
     if quantization in PACKED and (model.codes is None or model.codes.format != quantization):
@@ -128,7 +129,6 @@ def resolve(
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
         deterministic=config.model.deterministic,
-        numerics=config.model.numerics,
         gpu_options=config.compile.gpu_options,
         pp=config.parallel.pp,
         overlap=scheduler.overlap,

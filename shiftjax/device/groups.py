@@ -83,6 +83,8 @@ def define_steps(
         try_plain = None if check is None else partial(_try_plain, of_width, check)
         how = layout, of_width.formats, own, attention.name
         products = choose_products(*how, try_plain)
+        if of_width.of_numerics.is_strict:
+            products = products._replace(few_tokens=0)
         groups = grid.groups(width)
         meshes = {group: group_mesh(devices, grid, group) for group in groups}
         try_sums = None if check is None else partial(_try_sums, of_width, check)

@@ -47,7 +47,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Num, Shaped
 
 from shiftjax.arch.numerics import FAST, Numerics
-from shiftjax.models.sums import SUMS, Ways
+from shiftjax.models.sums import SUMS, Units, Ways, in_units, largest_of, of_units, units_for
 from shiftjax.parallel.grid import (
     ALL_AXES,
     DEAL_AXIS,
@@ -186,6 +186,25 @@ class Parallel:
         if self.shares > 1:
             partial = jax.lax.psum_scatter(partial, SHARE_AXIS, scatter_dimension=0, tiled=True)
         return partial if beside is None else partial + beside
+
+    def sum_pairs(
+        self, parts: Float[Array, "tokens_experts k hidden"]
+    ) -> Float[Array, "tokens_sp hidden"]:
+        """Sum what experts give to the tokens of `bring_tokens`, in no order: float32.
+
+        Each keeps its own. Parts are fixed-point numbers, zeros where a pair is another device's:
+        which devices have a token's experts changes no bit.
+        """
+        leaves, axes = parts.swapaxes(0, 1), (*WEIGHT_AXES, SHARE_AXIS)
+        largest = jax.lax.pmax(largest_of(leaves), axes)
+        units = units_for(largest, len(leaves))
+        total = in_units(leaves, units)
+        if self.shares > 1:
+            total = jax.lax.psum_scatter(total, SHARE_AXIS, scatter_dimension=0, tiled=True)
+            start = jax.lax.axis_index(SHARE_AXIS) * len(total)
+            own = (jax.lax.dynamic_slice_in_dim(each, start, len(total)) for each in units)
+            units = Units(*own)
+        return of_units(jax.lax.psum(total, WEIGHT_AXES), units)
 
     def own_part(self, local: jax.Array) -> jax.Array:
         """Return the part of its tokens that this device has to itself.

@@ -130,7 +130,8 @@ def expert_layer(
 ) -> tuple[Addend, Int32[Array, " own_experts"]]:
     """Return what their experts add to this device's tokens, and the pairs of its own experts.
 
-    With what the `shared` one does, whose sum over the devices that split it is still to be made.
+    With what the `shared` one does, whose sum over the devices that split it is still to be made;
+    where numerics are strict it is made, and tokens are always gathered.
     All devices together have every pair once, and none of padding.
 
     Experts are used as in a mode of their own (`Parallel.experts`). If that splits them as the
@@ -144,15 +145,18 @@ def expert_layer(
     """
     parallel = layer.parallel
     use = parallel.layout, parallel.mode, parallel.as_experts
+    if parallel.numerics.is_strict:
+        total, pairs = _gather(x, layer, None)
+        return Addend((total if shared is None else total + shared).astype(x.dtype)), pairs
     room = room_to_exchange(*use, x.shape[0] * parallel.mode.sp)
     if not room:
         partial, pairs = _gather(x, layer, shared)
-        return Addend(partial, is_partial=True), pairs
+        return Addend(partial, is_partial=True, dtype=x.dtype), pairs
     sent = _send(x, layer, room)
 
     def gathered() -> tuple[jax.Array, jax.Array]:
         partial, pairs = _gather(x, layer, shared)
-        return parallel.reduce(partial), pairs
+        return parallel.sum(partial, x.dtype), pairs
 
     # Every device takes the same branch, so there are collectives in both.
     out, pairs = jax.lax.cond(
@@ -179,7 +183,11 @@ def _gather(
     if parallel.deals > 1:
         routed, is_own = deal(routed, is_own.shape, parallel.deals, parallel.deal_place)
     parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
-    partial = jnp.where(is_own[..., None], parts, 0).sum(axis=1).astype(x.dtype)
+    parts = jnp.where(is_own[..., None], parts, 0)
+    if parallel.numerics.is_strict:
+        return parallel.sum_pairs(parts), routed.sizes
+    partial = parts.sum(axis=1)
+    partial = partial if parallel.numerics.is_wide else partial.astype(x.dtype)
     return parallel.share_experts(partial, shared), routed.sizes
 
 
@@ -258,4 +266,4 @@ def _exchange(
     is_sent = (sent.device < shape[0])[..., None]
     out = jnp.where(is_sent, parts * gains[..., None], 0).sum(axis=1).astype(x.dtype)
     out = parallel.whole_part(out)
-    return out if shared is None else out + parallel.reduce(shared), routed.sizes
+    return out if shared is None else out + parallel.sum(shared, x.dtype), routed.sizes

@@ -100,16 +100,24 @@ def rms_norm(
     wide = x.astype(jnp.float32)
     if centred:
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = _inverse_root(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return weighted(wide * scale, weight, x.dtype, in_float32=in_float32)
 
 
 def unit_norm(x: Float[Array, "... width"], eps: float) -> Float[Array, "... width"]:
     """Root-mean-square norm without a weight, in float32, rounded once."""
     wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(
-        x.dtype
-    )
+    scale = _inverse_root(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype)
+
+
+def _inverse_root(x: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:
+    """Return 1 / sqrt(x).
+
+    The last bit of XLA:CPU's rsqrt depends on how many numbers there are, and 1 / sqrt(x) becomes
+    it; a quotient and a root are exact.
+    """
+    return jax.lax.platform_dependent(x, cpu=lambda x: jnp.sqrt(1 / x), default=jax.lax.rsqrt)
 
 
 def weighted(

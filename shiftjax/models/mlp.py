@@ -117,10 +117,15 @@ class MoE(Part):
     def _shared(
         self, x: Float[Array, "tokens hidden"], context: Context
     ) -> Float[Array, "tokens hidden"] | None:
-        """Return what this device adds to the output of the expert that every token uses."""
+        """Return what this device adds to the output of the expert that every token uses.
+
+        Where numerics are strict, what all do, in float32.
+        """
         if not hasattr(self, "shared"):
             return None
         out = self.shared.partial(x, context)
+        if context.parallel.numerics.is_strict:  # before the gate: it rounds
+            out = context.parallel.sum(out, jnp.float32)
         if not hasattr(self, "shared_gate"):
             return out
         logit = jnp.einsum(

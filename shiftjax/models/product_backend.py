@@ -69,12 +69,16 @@ class ProductBackend(NamedTuple):
 XLA_CODES = ProductBackend("xla", lambda *_: None, lambda *_: None)
 
 
+FEW_TOKENS = 16  # with as many, a sum for each block is cheaper than turning widened codes
+
+
 class Products(NamedTuple):
     """The products of a step, with matrices that are no experts'."""
 
     packed: PackedBackend = XLA_PACKED  # of four bits
     codes: ProductBackend = XLA_CODES  # of e4m3
     plain: ProductBackend = XLA_CODES  # of numbers of 16 bits
+    few_tokens: int = FEW_TOKENS  # XLA sums blocks of codes one by one; 0: all at once
 
 
 XLA_PRODUCTS = Products()

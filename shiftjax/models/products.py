@@ -42,7 +42,6 @@ LARGEST_CODE = float(jnp.finfo(CODE).max)
 LEAST_SCALED = 1e-20  # what is smaller than this in all of a block becomes zeros
 MOST_FEW = 64  # tokens, with which a contraction may be cut for a kernel behind the product
 CORES = 132  # multiprocessors: as many parts are worth it
-FEW_TOKENS = 16  # with as many, a sum for each block is cheaper than turning widened codes
 
 
 class Matrix(NamedTuple):
@@ -206,7 +205,8 @@ def _by_codes(
         weight = (values.astype(jnp.float32) * _scale_of_each(values, scale)).astype(wide)
     x = numbers(codes, block_of(matrix), wide)
     if values.ndim == 3:
-        out = _by_blocks(x.reshape(x.shape[0], values.shape[0], -1), weight)
+        is_few = x.shape[0] <= products.few_tokens
+        out = _by_blocks(x.reshape(x.shape[0], values.shape[0], -1), weight, is_few=is_few)
     else:
         out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
     return (out * scale[None] if scale.ndim == 1 else out).astype(out_type)
@@ -222,10 +222,13 @@ def _scale_of_each(values: Array, scale: Array) -> Array:
 
 
 def _by_blocks(
-    x: Float[Array, "tokens blocks block"], weight: Float[Array, "blocks out block"]
+    x: Float[Array, "tokens blocks block"],
+    weight: Float[Array, "blocks out block"],
+    *,
+    is_few: bool,
 ) -> Float[Array, "tokens out"]:
     """Multiply by a matrix that lies in blocks of inputs, float32."""
-    if x.shape[0] <= FEW_TOKENS:
+    if is_few:
         parts = jnp.einsum("tbi,boi->bto", x, weight, preferred_element_type=jnp.float32)
         return parts.sum(axis=0)
     # Apart: a CPU widens and turns codes in one pass several times slower.

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32
 
 Part = Float[Array, "tokens width"]
 
@@ -54,24 +54,49 @@ def _sum_in_tree(part: Part, ways: Ways, dtype: DTypeLike) -> Part:
     return jax.lax.all_gather(tree_sum(list(got)).astype(dtype), ways.axes, tiled=True)[:rows]
 
 
+class Units(NamedTuple):
+    """Of fixed-point numbers, for each token a power of two."""
+
+    exponent: Int32[Array, " tokens"]
+    is_finite: Bool[Array, " tokens"]
+
+
+def largest_of(leaves: Float[Array, "leaves tokens width"]) -> Float[Array, " tokens"]:
+    """Return the largest size of a token's numbers; infinite where one is not finite."""
+    return jnp.max(jnp.where(jnp.isnan(leaves), jnp.inf, jnp.abs(leaves)), axis=(0, 2))
+
+
+def units_for(largest: Float[Array, " tokens"], num_leaves: int) -> Units:
+    """Return units so small that so many leaves of the largest size do not overflow: 30 bits."""
+    bits, is_finite = 30 - (num_leaves - 1).bit_length(), largest < jnp.inf
+    _, exponent = jnp.frexp(jnp.where(is_finite, largest, 1))
+    return Units(jnp.maximum(exponent - bits, -120), is_finite)
+
+
+def in_units(
+    leaves: Float[Array, "leaves tokens width"], units: Units
+) -> Int32[Array, "tokens width"]:
+    """Return the sum of leaves, each of which is rounded to whole units."""
+    counts = jnp.rint(jnp.ldexp(leaves, -units.exponent[None, :, None]))
+    return jnp.sum(counts.astype(jnp.int32), axis=0)
+
+
+def of_units(total: Int32[Array, "tokens width"], units: Units) -> Part:
+    """Undo it, in float32; NaN for what is not finite."""
+    wide = jnp.ldexp(total.astype(jnp.float32), units.exponent[:, None])
+    return jnp.where(units.is_finite[:, None], wide, jnp.nan)
+
+
 def _sum_as_integers(
     leaves: Float[Array, "leaves tokens width"], ways: Ways, dtype: DTypeLike
 ) -> Part:
-    """Sum leaves as fixed-point numbers, which no order changes: any all-reduce will do.
-
-    Units are a power of two for each token, so small that the largest leaf of all devices has 30
-    bits less those that the sum of all leaves may need. What is not finite gives NaN.
-    """
-    largest = jnp.max(jnp.where(jnp.isnan(leaves), jnp.inf, jnp.abs(leaves)), axis=(0, 2))
+    """Sum leaves as fixed-point numbers, which no order changes: any all-reduce will do."""
+    largest = largest_of(leaves)
     largest = largest if ways.num == 1 else jax.lax.pmax(largest, ways.axes)
-    is_finite = largest < jnp.inf
-    bits = 30 - (ways.num_leaves - 1).bit_length()
-    _, exponent = jnp.frexp(jnp.where(is_finite, largest, 1))
-    exponent = jnp.maximum(exponent - bits, -120)[:, None]  # of the units
-    total = jnp.sum(jnp.rint(jnp.ldexp(leaves, -exponent[None])).astype(jnp.int32), axis=0)
+    units = units_for(largest, ways.num_leaves)
+    total = in_units(leaves, units)
     total = total if ways.num == 1 else jax.lax.psum(total, ways.axes)
-    wide = jnp.ldexp(total.astype(jnp.float32), exponent)
-    return jnp.where(is_finite[:, None], wide, jnp.nan).astype(dtype)
+    return of_units(total, units).astype(dtype)
 
 
 class Sum(NamedTuple):

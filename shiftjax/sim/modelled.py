@@ -32,7 +32,7 @@ from shiftjax.parallel.stored import codes_in, stored_weights
 from shiftjax.phases.switch_costs import Reload, check_host_links
 from shiftjax.sim.drafts import AcceptanceModel, ModelledDrafting
 
-SIMULATED = MappingProxyType({"numerics": ("fast",), "deterministic": (False,), "phases": (None,)})
+SIMULATED = MappingProxyType({"deterministic": (False,), "phases": (None,)})
 """Settings of which the replay knows these values."""
 
 

@@ -14,8 +14,7 @@ from shiftjax.options import ConfigError
 
 GB = 1 << 30
 CPUS = Devices(8, 32 * GB, 32 * GB, has_kernels=False)
-LLAMA, MOE = PRESETS["llama-8b"], PRESETS["qwen-30b-a3b"]
-SWIFT = replace(LLAMA, architecture="llama_swiftkv", num_kv_layers=16)
+LLAMA = PRESETS["llama-8b"]
 
 
 def resolved(model=LLAMA, **given) -> Deployment:
@@ -39,14 +38,10 @@ def test_a_device_has_enough_rows_in_every_mode(numerics):
     [
         (LLAMA, {"fleet": True, "devices": 8, "tp": 1}, "fleet"),
         (LLAMA, {"pp": 2}, "pp = 2"),
-        (LLAMA, {"speculation": "ngram"}, "speculation = ngram"),
-        (LLAMA, {"weights": "gather"}, "weights = gather"),
+        (PRESETS["gemma-3-27b"], {}, "windows"),
         (LLAMA, {"sp": 3, "tp": 1}, "3 devices"),
         (LLAMA, {"dtype": "float32"}, "dtype = float32"),
-        (LLAMA, {"quantization": "fp8"}, "quantization = fp8"),
         (replace(LLAMA, num_kv_heads=2), {"kv_split": "position"}, "kv_split = position"),
-        (MOE, {}, "experts"),
-        (SWIFT, {}, "SwiftKV"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_name(model, given, name):

@@ -32,10 +32,14 @@ Found = list[list[tuple[int, float]]]
 
 @cache
 def engine(numerics: str, *sizes: int) -> Built:
-    directory, *_ = engines.checkpoint(**WIDE)
+    return build(numerics, sizes, {}, {})
+
+
+def build(numerics: str, sizes: tuple[int, ...], model: dict, given: dict) -> Built:
+    directory, *_ = engines.checkpoint(**(WIDE | model))
     own = {"token_buckets": list(sizes), "max_num_batched_tokens": sizes[-1], "num_blocks": 300}
     options = own | {"dtype": "bfloat16", "max_num_seqs": 16, "prefix_caching": False}
-    return engines.make(directory, SP, TP, numerics=numerics, **options)
+    return engines.make(directory, SP, TP, numerics=numerics, **(options | given))
 
 
 def served(built: Built, policy: Policy, prompts: list[list[int]] = PROMPTS) -> Found:
@@ -66,6 +70,29 @@ def test_the_bits_are_the_same(numerics, sizes):
     base = served(built, BASE)
     for policy in BETWEEN, SHIFT, RandomPolicy(3):
         assert share_of_equal(base, served(built, policy)) == 1
+    assert share_of_equal(base, [served(built, SHIFT, [one])[0] for one in PROMPTS]) == 1
+
+
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SWIFT = EIGHT | {"model_type": "llama_swiftkv", "num_key_value_layers": 1}
+VARIANTS = {
+    "codes": ({}, {"quantization": "fp8"}),
+    "a cache of codes": ({}, {"kv_cache_dtype": "fp8"}),
+    "norms of heads": ({"model_type": "qwen3"}, {}),
+    "heads of their own": ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}),
+    "late layers": (SWIFT, {}),
+    "experts": (engines.MOE | {"shared_expert_intermediate_size": 256}, {}),
+    "drafts": ({}, {"speculation": "ngram"}),
+    "gathered weights": ({}, {"weights": "gather"}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_bits_are_the_same_with(variant):
+    built = build("invariant", (32,), *VARIANTS[variant])
+    base = served(built, BASE)
+    assert share_of_equal(base, served(built, RandomPolicy(5))) == 1
     assert share_of_equal(base, [served(built, SHIFT, [one])[0] for one in PROMPTS]) == 1
 
 
