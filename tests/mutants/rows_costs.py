@@ -44,7 +44,7 @@ ROWS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a layer has one all-reduce", "costs", COLLECTIVES,
-        "1 if experts else 2)]", "1 if experts else 1)]",
+        "1 if experts else 2, sums)", "1 if experts else 1, sums)",
         (TEST_COSTS,),
         "SHIFT looks cheaper than it is",
     ),
