@@ -48,8 +48,11 @@ def decode_attention(
     Other rows are those of `out`, which is overwritten in place where its buffer may be; zeros
     without it, which cost no launch where every token may be a row. Arguments as in
     `paged_attention.ragged_paged_attention`; `work` must have been divided with the same `config`
-    and number of KV heads. Raises ValueError for shapes that the kernel cannot take.
+    and number of KV heads. Raises ValueError for shapes that the kernel cannot take, and for
+    latents, which `decode_parts` takes.
     """
+    if options.values_in_keys is not None:
+        raise ValueError("decode_attention: latents have parts alone, of decode_parts")
     parts = _run(q, kv, work, options, config)
     if out is None and parts.row_first.shape[0] < q.shape[0]:
         out = no_heads(q, options.codes)

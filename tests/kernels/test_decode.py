@@ -170,6 +170,11 @@ def test_what_many_heads_cannot_take_is_said(head_dim, width, words):
         decode_parts(q, kv._replace(v_pool=None), work, AttentionOptions(1, values_in_keys=width))
 
 
+def test_latents_have_parts_alone():
+    with pytest.raises(ValueError, match="of decode_parts"):
+        decode_attention(*arrays_of(decodes()), AttentionOptions(1, values_in_keys=64))
+
+
 def test_a_part_without_tokens_weighs_nothing():
     """Jobs that another device's part is long enough for."""
     case = decodes((130, 20), padding=1)
