@@ -104,7 +104,7 @@ def compiled(sp: int, tp: int, mode: Mode, k: int = 4, experts_sp: int = 1):
         metadata = nothing._replace(query_start_loc=num_tokens[None])
         ropes = (Rope(x, x),)
         context = Context(ropes, metadata, xla_attention(16, (None,), 4), parallel)
-        return layer(x, context).whole(parallel.reduce)
+        return layer(x, context).whole(parallel.sum)
 
     tokens, experts = P(TOKEN_AXES), P(EXPERT_AXES)
     mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode, parallel.experts)
