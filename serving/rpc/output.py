@@ -108,7 +108,8 @@ class OutputWriter:
         """How a continuation ended."""
         is_call = news.index in self._callers and is_own_end(news)
         reason = pb.FINISH_REASON_TOOL_CALLS if is_call else REASONS[news.finish_reason or ""]
-        message = pb.Finished(index=news.index, reason=reason)
+        version = news.weight_version
+        message = pb.Finished(index=news.index, reason=reason, weight_version=version)
         if isinstance(news.stop_reason, str):
             message.stop = news.stop_reason
         elif news.stop_reason is not None:

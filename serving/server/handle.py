@@ -24,6 +24,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    weight_version: int = 0  # with the end: that of the last token
 
 
 class RequestHandle:
@@ -117,7 +118,9 @@ class RequestHandle:
         delta.text += text
         delta.token_ids += new_ids
         delta.logprobs += event.logprobs[: len(new_ids)]
-        delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+        if output.finish_reason is not None:
+            delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
+            delta.weight_version = output.weight_version
         self._num_buffered_tokens += len(new_ids)
         if self._num_buffered_tokens > MAX_BUFFERED_TOKENS:
             self.fail(ServeError("slow_reader", "The client reads too slowly; the stream ended."))

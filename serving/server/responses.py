@@ -107,7 +107,7 @@ class Writer:
             choice = self._chat_choice(number, handle, output, {"message": message})
         else:
             choice = self._completion(number, handle, output) | self._of_prompt(handle)
-        return CHOICE | choice | weight_version(output)
+        return CHOICE | choice
 
     # ------------------------------------------------------------------ streams
 
@@ -240,7 +240,8 @@ class Writer:
         return choice | given_ids(self._fields, delta.token_ids)
 
     def _end(self, delta: News) -> Json:
-        return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        why = {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        return why | weight_version(delta)
 
     def _prompt_text(self, handle: RequestHandle) -> str:
         if handle.output.prompt is not None or self._tokenizer is None:

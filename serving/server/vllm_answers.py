@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from serving.server.fields import ChatFields, GenerationFields
-from serving.server.handle import RequestHandle
+from serving.server.handle import Delta, RequestHandle
 from shiftjax.outputs import CompletionOutput
 
 Json = dict[str, Any]
@@ -35,6 +35,9 @@ def given_ids(fields: GenerationFields, token_ids: Sequence[int]) -> Json:
     return {"token_ids": token_ids} if fields.return_token_ids else {}
 
 
-def weight_version(output: CompletionOutput) -> Json:
-    """The version of the weights that a choice ended with; nothing of those of the start."""
-    return {"weight_version": output.weight_version} if output.weight_version else {}
+def weight_version(news: Delta | CompletionOutput) -> Json:
+    """The version of the weights that a choice ended with; nothing of those of the start.
+
+    Deltas before the last one have none.
+    """
+    return {"weight_version": news.weight_version} if news.weight_version else {}

@@ -15,6 +15,7 @@ from serving.server.errors import ServeError
 from serving.server.handle import Delta
 from serving.server.request_timeline import asked_timeline
 from serving.server.served import Generation
+from serving.server.vllm_answers import weight_version
 from shiftjax.text.tokenizer import Tokenizer
 
 # By the status of HTTP; all others are wrong requests, or failures of the server.
@@ -94,7 +95,7 @@ class MessagesWriter:
         events = _events(self._blocks.add(self._parser.finish()))
         events += _events(self._blocks.end())
         delta = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
-        delta |= self._timeline()
+        delta |= self._told()
         return [*events, delta, {"type": "message_stop"}]
 
     def failure(self, error: ServeError) -> list[Json]:
@@ -118,10 +119,13 @@ class MessagesWriter:
         return {"stop_reason": reason, "stop_sequence": stop if is_sequence else None}
 
     def _ends(self) -> Json:
-        return self._stop() | self._timeline()
+        return self._stop() | self._told()
 
-    def _timeline(self) -> Json:
-        return asked_timeline(self._handle, self._generation.wish.fields.timeline)
+    def _told(self) -> Json:
+        """What Anthropic's messages have not."""
+        (output,) = self._handle.output.outputs
+        timeline = asked_timeline(self._handle, self._generation.wish.fields.timeline)
+        return timeline | weight_version(output)
 
     def _usage(self) -> Json:
         """Anthropic does not count cached tokens as input."""

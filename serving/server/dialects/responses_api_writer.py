@@ -22,6 +22,7 @@ from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter
 from serving.server.request_timeline import asked_timeline
 from serving.server.served import Generation
+from serving.server.vllm_answers import weight_version
 from shiftjax.outputs import CompletionOutput
 from shiftjax.text.tokenizer import Tokenizer
 
@@ -68,7 +69,11 @@ class ResponsesWriter:
         response["incomplete_details"] = {"reason": "max_output_tokens"} if is_cut else None
         response["output"] = [self._item(block) for block in self._blocks.all]
         timeline = asked_timeline(self._handle, self._generation.wish.fields.timeline)
-        return response | {"usage": self._usage()} | timeline
+        return response | {"usage": self._usage()} | timeline | self._version()
+
+    def _version(self) -> Json:
+        (output,) = self._handle.output.outputs
+        return weight_version(output)
 
     def _item(self, block: Block) -> Json:
         """A block that is complete, or cut at the end of the output."""
