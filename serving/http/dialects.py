@@ -7,10 +7,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from serving.server.dialects import messages, responses_api
+from serving.server.dialects import messages, responses_api, token_ids
 from serving.server.dialects.messages_writer import MessagesWriter
 from serving.server.dialects.messages_writer import error_body as messages_error
 from serving.server.dialects.responses_api_writer import ResponsesWriter
+from serving.server.dialects.token_ids_writer import TokenIdsWriter
 from serving.server.errors import ServeError
 from serving.server.fields import ChatFields, CompletionFields
 from serving.server.handle import Delta
@@ -84,6 +85,13 @@ DIALECTS: Mapping[str, Dialect] = MappingProxyType(
             has_event_names=True,
             end=b"",
             names=responses_api.NAMES,
+        ),
+        "/inference/v1/generate": Dialect(
+            "Continue token ids, without text (vLLM's)",
+            token_ids.GenerateFields,
+            token_ids.read_token_ids,
+            TokenIdsWriter,
+            names=token_ids.NAMES,
         ),
     }
 )

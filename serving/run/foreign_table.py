@@ -171,7 +171,7 @@ IGNORED = {
     "answers always have X-Request-Id": "--enable-request-id-headers",
     "system_fingerprint is null": "--fingerprint-mode= --fingerprint-value=",
     "the endpoint is always there": (
-        "--enable-server-load-tracking --enable-tokenizer-info-endpoint"
+        "--enable-server-load-tracking --enable-tokenizer-info-endpoint --tokens-only"
     ),
     "there are no pages of documentation, /openapi.json is always there": (
         "--disable-fastapi-docs --enable-offline-docs"
@@ -278,7 +278,7 @@ REFUSED = {
         "--speculative-eagle-topk= --speculative-num-draft-tokens= --spec-tokens="
     ),
     "models that diffuse texts are not served": "--diffusion-config= -dc=",
-    "send token ids as prompts, and return_token_ids": "--skip-tokenizer-init --tokens-only",
+    "send token ids to /inference/v1/generate": "--skip-tokenizer-init",
     "send return_tokens_as_token_ids in requests": "--return-tokens-as-token-ids",
     "send timeline: true in requests": "--enable-per-request-metrics",
     "prompts are texts and token ids": "--enable-prompt-embeds",

@@ -67,12 +67,12 @@ class Wish:
         return self.fields.min_width or 1
 
 
-def read_completion(values: Any) -> Wish:
-    """Check the body of a completion."""
+def read_completion(values: Any, **unless_given: Any) -> Wish:
+    """Check the body of a completion; `unless_given` are sampling fields that it may lack."""
     values, hints = take_hints(values, HINTS)
     fields, unknown = read(CompletionFields, values)
     _check_prompt(fields.prompt)
-    given = _given(fields)
+    given = unless_given | _given(fields)
     given["logprobs"] = fields.logprobs
     if fields.echo and fields.logprobs is not None:
         if fields.prompt_logprobs not in (None, fields.logprobs):

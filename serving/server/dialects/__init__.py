@@ -1,1 +1,1 @@
-"""APIs of others, read as chats and written from the same pieces. No JAX."""
+"""APIs of others, read as chats or completions, and written from the same pieces. No JAX."""

@@ -26,6 +26,7 @@ POSTS = (
     "/v1/messages/count_tokens",
     "/v1/responses",
     "/v1/responses/input_tokens",
+    "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
 )

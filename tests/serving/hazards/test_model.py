@@ -11,7 +11,7 @@ import pytest
 from background import with_clients
 from cases.load_kit import Clients, mixed_body
 from engines import RandomPolicy, checkpoint, make
-from kit import EOS, VOCAB_SIZE, events, metric_total, metric_values, serving
+from kit import EOS, VOCAB_SIZE, byte_tokenizer, events, metric_total, metric_values, serving
 from oracle import numpy_llama
 
 from serving.bench.client import Sample, complete, parse_url
@@ -334,7 +334,15 @@ BODIES = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": NUM_TOKENS},
     "/v1/messages": {"messages": HI, "max_tokens": NUM_TOKENS},
     "/v1/responses": {"input": "hi", "max_output_tokens": NUM_TOKENS},
+    "/inference/v1/generate": {"token_ids": byte_tokenizer().encode(CHAT_PROMPT, False)},
 }
+
+
+def body_for(path: str, fixed: dict) -> dict:
+    """The body for an API, with sampling that is the same in all."""
+    if "token_ids" not in BODIES[path]:
+        return BODIES[path] | fixed
+    return BODIES[path] | {"sampling_params": fixed | {"max_tokens": NUM_TOKENS}}
 
 
 def tokens_and_text(server, path: str, body: dict) -> tuple[list[int], str]:
@@ -352,6 +360,8 @@ def text_of(answer: dict) -> str:
     """The text of a response of any API."""
     if "choices" in answer:
         (choice,) = answer["choices"]
+        if choice["token_ids"] is not None:
+            return byte_tokenizer().decode(choice["token_ids"])
         return choice["text"] if "text" in choice else choice["message"]["content"]
     items = answer.get("output") or [answer]
     return "".join(part["text"] for item in items for part in item["content"])
@@ -363,6 +373,7 @@ def test_tokens_and_text_are_those_of_a_completion(server, client, path, tempera
     fixed = FIXED | {"temperature": temperature}
     wanted = tokens_and_text(server, "/v1/completions", COMPLETION | fixed)
     assert len(wanted[0]) == NUM_TOKENS
-    assert tokens_and_text(server, path, BODIES[path] | fixed) == wanted
-    answer = client.post(path, json=BODIES[path] | fixed)
+    body = body_for(path, fixed)
+    assert tokens_and_text(server, path, body) == wanted
+    answer = client.post(path, json=body)
     assert text_of(answer.json()) == wanted[1]

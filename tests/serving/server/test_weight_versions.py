@@ -14,6 +14,7 @@ BODIES = {
     CHAT: {"messages": USER, "max_tokens": 6, "n": 2, "ignore_eos": True},
     "/v1/messages": {"messages": USER, "max_tokens": 6},
     "/v1/responses": {"input": "hi", "max_output_tokens": 6},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 6}},
 }
 
 
