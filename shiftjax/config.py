@@ -121,6 +121,11 @@ class ModelOptions:
     seed: int = option(
         0, "seed of requests that bring none, and of random weights", low=0, high=2**32 - 1
     )
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = option(
+        "raw_logprobs",
+        "log-probabilities of the model, or of what tokens are drawn from: after penalties, masks, "
+        "temperature, min_p, top_k and top_p",
+    )
     numerics: Literal["fast", "float32", "invariant", "integer"] = option(
         "fast",
         "invariant, integer: the same bits in every mode, batch and chunk; float32: nearly, and "

@@ -141,7 +141,6 @@ IGNORED = {
         "--structured-outputs-config= --guided-decoding-backend= --grammar-backend="
     ),
     "there are no models of late interaction": "--enable-flash-late-interaction",
-    "log-probabilities are those of the model, before sampling": "--logprobs-mode=",
     "there is one sampler": "--enable-batch-sharded-sampling",
     "a draw depends on seed, position and token alone": "--use-fp64-gumbel",
     "the marks of thoughts are those of the reasoning parser": "--reasoning-config=",
@@ -253,9 +252,8 @@ REFUSED = {
     "a checkpoint says how texts are pooled (1_Pooling/config.json)": (
         "--pooler-config= --override-pooler-config= --convert= --runner="
     ),
-    "log-probabilities are those of the model, before sampling": (
-        "--logprobs-mode processed_logprobs --logprobs-mode raw_logits "
-        "--logprobs-mode processed_logits"
+    "answers have log-probabilities, never logits": (
+        "--logprobs-mode raw_logits --logprobs-mode processed_logits"
     ),
     "use --kv-events-endpoint tcp://*:5557 and --kv-events-topic": "--kv-events-config=",
     "use --profile-dir": "--profiler-config= --enable-layerwise-nvtx-tracing",

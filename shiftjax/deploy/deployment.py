@@ -92,6 +92,7 @@ class Deployment:
     widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     deterministic: bool = False  # attention of a sequence does not depend on the others
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices

@@ -128,6 +128,7 @@ def resolve(
         widths=widths,
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
+        logprobs_mode=config.model.logprobs_mode,
         deterministic=config.model.deterministic,
         gpu_options=config.compile.gpu_options,
         pp=config.parallel.pp,

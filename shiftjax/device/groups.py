@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.costs.buckets import Bucket
@@ -22,6 +23,7 @@ from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, PoolSizes
 from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.sampling import sample
 from shiftjax.device.step import StepDef
 from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.host_tier.store_device import Extents
@@ -57,6 +59,15 @@ class Kind(NamedTuple):
     num_layers: int
     is_first_stage: bool
     is_last_stage: bool
+
+
+# By the setting `logprobs_mode`, what steps have that is not theirs by default.
+SAMPLERS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "raw_logprobs": {},
+        "processed_logprobs": {"sampler": partial(sample, of_processed=True)},
+    }
+)
 
 
 def kind_of(step: StepDef) -> Kind:
@@ -110,6 +121,7 @@ def define_steps(
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
             kernels = {"products": products, "norms": norms, "sums": sums}
             of_step = {"expert_modes": used, "numerics": of_width.of_numerics}
+            of_step |= SAMPLERS[of_width.logprobs_mode]
             found[group] = replace(step, **of_step, **kernels)
     return found
 

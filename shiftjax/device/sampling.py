@@ -56,9 +56,10 @@ class SampleOutput(NamedTuple):
 
     # the chosen token: drawn, or the row's target; 0 where the row is not finite
     token_ids: Int32[Array, " rows"]
-    # log_softmax(raw logits)[token], before edits and temperature; 0 when no row asks
+    # log_softmax(raw logits)[token], before edits and temperature; 0 when no row asks. With
+    # `of_processed`, of what the token was chosen from
     logprobs: Float32[Array, " rows"]
-    # the most likely tokens under the raw logits, best first; 0 when no row asks
+    # the most likely tokens under the same, best first; 0 when no row asks
     top_ids: Int32[Array, "rows top"]
     top_logprobs: Float32[Array, "rows top"]
     # False: NaN or infinity among the raw logits, or no token allowed; all other fields are 0
@@ -118,12 +119,15 @@ def sample(
     parallel: Parallel,
     *,
     vocab_size: int,
+    of_processed: bool = False,
 ) -> SampleOutput:
     """Choose one token per row; the same result on every device.
 
     `logits` are this device's columns, of `parallel.place`, and so are `inputs.token_bitmask` (as
     `VocabSplit` has its words) and `inputs.token_counts`; all else of `inputs` is whole. Ids from
-    `vocab_size` (static) up are padding and never chosen.
+    `vocab_size` (static) up are padding and never chosen. With `of_processed` (static)
+    log-probabilities are those after edits, temperature, min_p, top_k and top_p, -inf of what
+    they ban; a target has those of the raw logits all the same.
 
     A batch of greedy rows that asks for nothing else costs an argmax and a sum; the rest is
     behind `lax.cond`. Raises ValueError, while tracing, for a vocabulary over `MAX_VOCAB` or a
@@ -149,9 +153,11 @@ def sample(
     is_finite &= is_allowed
     token_ids = jnp.where(inputs.target_ids >= 0, inputs.target_ids, token_ids)
     token_ids = jnp.where(is_finite, token_ids, 0)
-    logprobs, top_ids, top_logprobs = _logprobs(
-        split, logits, greedy[1], token_ids, inputs.num_logprobs
-    )
+    told, most = logits, greedy[1]
+    if of_processed:
+        is_asked, process = jnp.any(inputs.num_logprobs >= 0), partial(_processed, split, inputs)
+        told, most = lax.cond(is_asked, process, lambda *raw: raw, told, most)
+    logprobs, top_ids, top_logprobs = _logprobs(split, told, most, token_ids, inputs.num_logprobs)
     return SampleOutput(
         token_ids=token_ids,
         logprobs=jnp.where(is_finite, logprobs, 0.0),
@@ -375,6 +381,26 @@ def _digits_of_threshold(
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
+
+
+def _processed(
+    split: _Split, inputs: SamplingInputs, logits: Logits, largest: Float32[Array, " rows"]
+) -> tuple[Logits, Float32[Array, " rows"]]:
+    """What a token is chosen from, as logits, and the largest of a row.
+
+    Greedy rows have temperature 1, and all tokens that edits leave. Rows with a target are raw.
+    """
+    is_raw, drawn = inputs.target_ids >= 0, _sampled_rows(inputs)
+    edited = _edit(split, logits, inputs)
+    best = split.best(edited)[1]
+    temperature = jnp.where(drawn, inputs.temperature, 1.0)
+    odds = _odds(edited, best, temperature)
+    weights, one = _fixed_point_weights(split, odds)
+    threshold = _threshold(split, weights, one, inputs, drawn)
+    kept = (odds >= inputs.min_p[:, None]) & (weights >= threshold[:, None])
+    scaled = (edited - best[:, None]) / temperature[:, None]
+    processed = jnp.where(kept | ~drawn[:, None], scaled, -jnp.inf)
+    return jnp.where(is_raw[:, None], logits, processed), jnp.where(is_raw, largest, 0.0)
 
 
 def _logprobs(

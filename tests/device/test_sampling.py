@@ -108,8 +108,8 @@ def on_devices(sampler: Callable[..., Any], num_devices: int) -> Callable[..., A
 
 
 @cache
-def compiled(vocab_size: int, num_devices: int = 1):
-    return on_devices(partial(sample, vocab_size=vocab_size), num_devices)
+def compiled(vocab_size: int, num_devices: int = 1, **kind: bool):
+    return on_devices(partial(sample, vocab_size=vocab_size, **kind), num_devices)
 
 
 def run(
@@ -612,6 +612,44 @@ def test_targets_are_scored_not_sampled():
     assert not output.top_ids.any()  # nobody asked for more
     sampled = run(logits, [{"temperature": 1.0}] * ROWS)
     assert sampled.token_ids[-1] == output.token_ids[-1]
+
+
+def processed_of(logits: np.ndarray, asked: list[dict], num_devices: int = 1) -> SampleOutput:
+    """The same as `run`, with log-probabilities of what is drawn from."""
+    output = compiled(VOCAB_SIZE, num_devices, of_processed=True)(
+        padded(logits), make_inputs(asked, num_devices=num_devices), KEY
+    )
+    return SampleOutput(*map(np.asarray, output))
+
+
+@pytest.mark.costs(10)
+@pytest.mark.parametrize("num_devices", [1, 4])
+def test_processed_logprobs_are_of_what_is_drawn_from(num_devices: int):
+    logits = draw_logits(65, "normal")
+    edits = {"bias": {3: 9.0}, "repetition_penalty": 2.0, "output": [1, 2, 3]}
+    asked = [
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 7},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 2.0, "min_p": 0.2},
+        {"temperature": 0.5, "top_k": 50, "top_p": 0.9} | edits,
+        {"temperature": 0.5, "top_k": 1},  # greedy, as the next: of temperature 1, nothing cut
+        edits | {"allowed": [*range(0, VOCAB_SIZE, 3)]},
+        {"temperature": 0.5, "target_ids": 5},
+    ]
+    asked = [each | {"num_logprobs": 20, "positions": row} for row, each in enumerate(asked)]
+    output = processed_of(logits, asked, num_devices)
+    np.testing.assert_array_equal(output.token_ids, run(logits, asked).token_ids)
+    rows = zip(logits[:-1], asked, output.token_ids, strict=False)
+    for row, (x, fields, token) in enumerate(rows):
+        with np.errstate(divide="ignore"):
+            is_greedy = "temperature" not in fields or fields.get("top_k") == 1
+            plain = {"temperature": 1.0, "top_k": 0} if is_greedy else {}
+            expected = np.log(probabilities(x, fields | plain))
+        np.testing.assert_allclose(output.logprobs[row], expected[token], atol=2e-5)
+        best = np.sort(expected)[::-1][:MAX_LOGPROBS]
+        np.testing.assert_allclose(output.top_logprobs[row], best, atol=2e-5)
+    np.testing.assert_allclose(output.logprobs[-1], log_softmax(logits[-1])[5], atol=5e-6)
 
 
 def test_nothing_asked_nothing_computed():
