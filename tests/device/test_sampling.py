@@ -275,6 +275,7 @@ def test_the_far_tail_is_drawn_as_often_as_it_should():
     assert (tails > 1e-3).all(), (seen, expected)
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize("kind", ["flat", "equal", "peaked", "normal"])
 def test_large_vocabulary(kind: str):
     """Fixed-point sums do not overflow at the largest vocabularies in use."""

@@ -67,6 +67,7 @@ def test_bodies(operations, path, mode):
     try_out(operations[path], mode)
 
 
+@pytest.mark.costs(15)
 def test_everything_else(operations):
     others = [each for path, each in operations.items() if path not in POSTS]
     assert len(others) >= 7

@@ -25,7 +25,7 @@ START_SECONDS = "shiftjax:start_phase_seconds"
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-@pytest.mark.costs(15)
+@pytest.mark.costs(25)
 def test_the_life_of_a_server(model, cache_dir):
     """Starting is not ready; SIGTERM drains: what runs finishes, what comes is refused."""
     directory, config, tensors = model
