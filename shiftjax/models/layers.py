@@ -1,5 +1,6 @@
 """What decoder layers share: a step's context, norms, rotary embedding, matrix products."""
 
+import functools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -99,16 +100,34 @@ def rms_norm(
     """
     wide = x.astype(jnp.float32)
     if centred:
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scale = _inverse_root(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        wide = wide - _mean(wide)
+    scale = _inverse_root(_mean(wide * wide) + eps)
     return weighted(wide * scale, weight, x.dtype, in_float32=in_float32)
 
 
 def unit_norm(x: Float[Array, "... width"], eps: float) -> Float[Array, "... width"]:
     """Root-mean-square norm without a weight, in float32, rounded once."""
     wide = x.astype(jnp.float32)
-    scale = _inverse_root(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    scale = _inverse_root(_mean(wide * wide) + eps)
     return (wide * scale).astype(x.dtype)
+
+
+def _mean(x: Float[Array, "*rows width"]) -> Float[Array, "*rows 1"]:
+    """Return the mean of each row.
+
+    On CPUs by sums of halves: the order of XLA:CPU's own depends on how many rows there are.
+    """
+
+    def by_halves(x: Array) -> Array:
+        total = x
+        while total.shape[-1] % 2 == 0:
+            half = total.shape[-1] // 2
+            total = total[..., :half] + total[..., half:]
+        columns = (total[..., i : i + 1] for i in range(total.shape[-1]))
+        return functools.reduce(jnp.add, columns) / x.shape[-1]
+
+    own = functools.partial(jnp.mean, axis=-1, keepdims=True)
+    return jax.lax.platform_dependent(x, cpu=by_halves, default=own)
 
 
 def _inverse_root(x: Float[Array, "*rows 1"]) -> Float[Array, "*rows 1"]:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.numerics import NUMERICS
+from shiftjax.models.layers import unit_norm
 from shiftjax.models.sums import SUMS, Ways, tree_sum
 
 LEAVES, ROWS, WIDTH = 8, 6, 16
@@ -82,3 +83,12 @@ def test_integers_keep_what_bfloat16_keeps_whatever_the_size(scale):
     found = summed("integer", leaves, 1, jnp.float32)
     most = abs(leaves).max()
     assert abs(found - leaves.astype(np.float64).sum(0)).max() <= LEAVES * most * 2.0**-26
+
+
+@pytest.mark.parametrize("width", [64, 80, 576])
+def test_norms_have_the_bits_of_each_row_however_many_there_are(width):
+    """XLA:CPU takes the mean of a row in an order that depends on how many rows there are."""
+    x = np.random.default_rng(0).standard_normal((64, width)).astype(np.float32)
+    norm = jax.jit(partial(unit_norm, eps=1e-5))
+    parts = [norm(x[i : i + 16]) for i in range(0, len(x), 16)]
+    np.testing.assert_array_equal(np.concatenate(parts), norm(x))
