@@ -29,9 +29,6 @@ class Lookahead:
     def end(self, sequence: SequenceState, reason: FinishReason) -> None:
         """Called when a sequence has ended."""
 
-    def renew(self, version: int) -> None:
-        """Called when the weights are others, of this version."""
-
     def leave(self, siblings: list[SequenceState]) -> None:
         """Called when the sequences of a request go to another group."""
 

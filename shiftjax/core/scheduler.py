@@ -532,7 +532,6 @@ class Scheduler:
         it in both tiers to `recompute` it; where they keep it they keep the root of their hashes.
         """
         self.tables.version = version
-        self.lookahead.renew(version)
         self.tables.clear_cache()
         if recompute:
             for sequence in self._alive():

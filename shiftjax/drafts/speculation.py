@@ -126,7 +126,6 @@ class Speculation(Lookahead):
         self._host_seconds = 0.0  # of a turn with drafts, about
         self._num_live = self._num_declined = 0  # sequences now; when drafts did not pay
         self._last_mode: Mode | None = None  # of the step that ended last
-        self._version = 0  # of the weights
 
     # ------------------------------------------------------------------ the life of a sequence
 
@@ -139,7 +138,7 @@ class Speculation(Lookahead):
                 self._drafting.start,
                 sequence,
                 sequence.token_ids[: sequence.num_prompt_tokens],
-                corpus=(request.adapter, request.cache_salt, self._version),
+                corpus=(request.adapter, request.cache_salt, sequence.version),
                 prediction=request.prediction,
                 parent=request if len(siblings) > 1 else None,
             )
@@ -160,10 +159,6 @@ class Speculation(Lookahead):
         self._num_live -= 1
         if 2 * self._num_live <= self._num_declined:
             self._try_soon()
-
-    def renew(self, version: int) -> None:
-        """Other weights say other things: what is finished with them is kept apart."""
-        self._version = version
 
     def leave(self, siblings: list[SequenceState]) -> None:
         """These sequences go to another group."""

@@ -330,8 +330,8 @@ DRAFTS_ROWS = (
     ),
     Mutant(
         "tenants guess from each other's outputs", "drafts", SPECULATION,
-        "corpus=(request.adapter, request.cache_salt, self._version),",
-        "corpus=(request.adapter, self._version),",
+        "corpus=(request.adapter, request.cache_salt, sequence.version),",
+        "corpus=(request.adapter, sequence.version),",
         (TEST_SPECULATION,), "the speed of an answer tells what others were answered",
     ),
     Mutant(
