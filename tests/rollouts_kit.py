@@ -16,6 +16,16 @@ from shiftjax.core.request import SamplingParams
 
 PROMPTS = [[5, 17, 99, 3, 42, 7, 7, 121, 64, 30, 11, 150][i:] * (1 + i % 3) for i in range(5)]
 NUM_TOKENS = 8
+OPTIONS = {  # of a `LLM`
+    "dtype": "float32",
+    "max_model_len": 64,
+    "block_size": 4,
+    "num_blocks": 60,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": [16],
+    "cache_dir": "none",
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 

@@ -60,6 +60,10 @@ class Rounds(NamedTuple):
         """Whether the buffer holds whatever a step gathers."""
         return self.most <= self.blocks
 
+    def num_for(self, work: GatheredWork) -> Int32[Array, ""]:
+        """Return how many rounds a step has."""
+        return lax.div(work.num_blocks + (self.blocks - 1), jnp.int32(self.blocks))
+
     def page_of(self, nth: jax.Array) -> jax.Array:
         """Return where in the pool of pages the nth run of tokens is that a device has."""
         positions = self.neighbours.positions
@@ -145,8 +149,7 @@ def in_gathered_tiles(
         pages = gather_pages(pool, block_tables, gathered, first, rounds)
         return _attend_pages(by_head, states, pages, first, step)
 
-    count = lax.div(gathered.num_blocks + (rounds.blocks - 1), jnp.int32(rounds.blocks))
-    count = _after(out, count)
+    count = _after(out, rounds.num_for(gathered))
     states = empty_state(q, 1, kv_heads, by_head.shape[2], width)
     states = lax.fori_loop(0, count, run_round, states)
     new, in_tile = options.values(states, tokens).astype(q.dtype), states.total[..., None] != 0

@@ -102,10 +102,12 @@ class TileKernels(NamedTuple):
 
         if rounds.are_one:
             return attend(jnp.int32(0))
-        blocks = jnp.int32(rounds.blocks)
-        count = lax.div(gathered.num_blocks + (rounds.blocks - 1), blocks)
         empty = empty_state(q, len(q), 1, q.shape[1], q.shape[2])
-        return lax.fori_loop(0, count, lambda n, found: both(found, attend(n * blocks)), empty)
+
+        def run_round(n: Int32[Array, ""], found: State) -> State:
+            return both(found, attend(n * rounds.blocks))
+
+        return lax.fori_loop(0, rounds.num_for(gathered), run_round, empty)
 
     def parts(
         self,

@@ -8,24 +8,13 @@ import jax
 import pytest
 from engines import build_tiny, checkpoint, make, run, tokens
 from harness import held_bytes
-from rollouts_kit import GREEDY, PROMPTS, expected, other_weights
+from rollouts_kit import GREEDY, OPTIONS, PROMPTS, expected, other_weights
 from spent import thorough
 
 from shiftjax import LLM
 from shiftjax.core.request import Request, RequestError
 from shiftjax.costs.memory import block_token_bytes, weight_bytes
 from shiftjax.rollouts.control import RolloutError
-
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "block_size": 4,
-    "num_blocks": 60,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "token_buckets": [16],
-    "cache_dir": "none",
-}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +71,7 @@ def test_an_engine_asleep_holds_what_is_counted(degrees, options):
     of_weights, of_kv = held["weights"], held["kv_cache"]
     if not {"pp", "fleet"} & options.keys():
         layout, formats = deployment.layout, deployment.formats
-        devices = layout.num_devices * deployment.grid.num_devices // layout.num_devices
+        devices = deployment.grid.num_devices
         copied = sum(runner.memory.num_copied_bytes for runner in built.runners)  # scales
         assert of_weights == devices * weight_bytes(layout, formats) + copied
         per_block = deployment.block_size * block_token_bytes(layout, formats)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engines import MOE, RandomPolicy, build_tiny, checkpoint, make, run, tokens
 from harness import held_bytes
-from rollouts_kit import GREEDY, PROMPTS, directory_of, expected, other_weights, spread
+from rollouts_kit import GREEDY, OPTIONS, PROMPTS, directory_of, expected, other_weights, spread
 from safetensors.numpy import save_file
 from spent import thorough
 
@@ -22,16 +22,6 @@ from shiftjax.rollouts.control import RolloutError
 from shiftjax.rollouts.weights_device import Stage
 from shiftjax.weights.errors import CheckpointError
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "block_size": 4,
-    "num_blocks": 60,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "token_buckets": [16],
-    "cache_dir": "none",
-}
 PREFIX = list(range(20, 44))
 
 
