@@ -23,6 +23,7 @@ class Numerics(NamedTuple):
     name: NumericsName
     is_strict: bool = False  # the same bits whatever the mode, the batch and the chunk
     is_wide: bool = True  # partial products are float32
+    is_tree: bool = False  # leaves are summed in one binary tree: they are a power of two
     # Rows of a product, at least: XLA has other products, with other orders of sums, for fewer.
     least_rows: int = 1
 
@@ -35,7 +36,7 @@ NUMERICS: Mapping[str, Numerics] = MappingProxyType(
         for each in (
             FAST,
             Numerics("float32"),
-            Numerics("invariant", is_strict=True, least_rows=LEAST_ROWS),
+            Numerics("invariant", is_strict=True, is_tree=True, least_rows=LEAST_ROWS),
             Numerics("integer", is_strict=True, least_rows=LEAST_ROWS),
         )
     }

@@ -24,12 +24,9 @@ def check_numerics(config: EngineConfig, deployment: Deployment) -> None:
 
 def _settings(config: EngineConfig, deployment: Deployment) -> Iterator[str]:
     layout, hosts = deployment.layout, config.host.hosts
-    if layout.padded_for & (layout.padded_for - 1):
-        yield f"{layout.padded_for} devices of a group: leaves are summed in a binary tree"
-    if deployment.widths:
-        yield "fleet: groups of several widths are not proven to give the same bits"
-    if deployment.pp > 1:
-        yield f"pp = {deployment.pp}: stages are not proven to give the same bits"
+    if deployment.of_numerics.is_tree and layout.padded_for & (layout.padded_for - 1):
+        words = "leaves are summed in a binary tree; integer has none"
+        yield f"{layout.padded_for} devices of a group: {words}"
     if hosts not in (None, 1):
         yield f"hosts = {hosts}: devices of several hosts are not proven to give the same bits"
     if config.parallel.phases is not None:
@@ -42,8 +39,6 @@ def _settings(config: EngineConfig, deployment: Deployment) -> Iterator[str]:
 
 def _of_model(deployment: Deployment) -> Iterator[str]:
     model = deployment.layout.model
-    if any(model.windows):
-        yield f"the windows of {model.name}: rows and tiles would begin at other places"
     if model.latent is not None:
         yield f"the latents (MLA) of {model.name}: their attention is not proven"
     if model.wide_qk_norm:

@@ -147,7 +147,8 @@ def attention_of(
     layout, size, formats = deployment.layout, deployment.block_size, deployment.formats
     dtypes = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
     has_drafts = deployment.drafts.speculation != "none"
-    needs = AttentionNeeds(deployment.is_deterministic, has_drafts, deployment.attention)
+    largest = max(of_width.block_size for of_width in deployment.by_width.values())
+    needs = AttentionNeeds(deployment.is_deterministic, has_drafts, deployment.attention, largest)
     chosen = []
     for own in layouts_by_heads(layout):
         shape = shape_of(own, formats, size, deployment.buckets[-1], deployment.is_deterministic)

@@ -21,7 +21,8 @@ All devices of a group split the vocabulary, as they split the LM head, and each
 they tell each other are sums of few numbers a row, for which XLA has kernels on GPUs: one for
 greedy rows, a second one for a draw, and one for each digit of a threshold. The integers are exact,
 so the tokens are the same however many devices there are; log-probabilities may differ in the last
-bits. Every device takes the same branches, so there may be collectives in them.
+bits, but where numerics are strict. Every device takes the same branches, so there may be
+collectives in them.
 """
 
 from collections.abc import Sequence
@@ -108,8 +109,26 @@ class _Split(NamedTuple):
         index = token_ids - self.first
         chosen = jnp.take_along_axis(logits, index[:, None], axis=-1, mode="clip")[:, 0]
         chosen = jnp.where((index >= 0) & (index < self.num_ids), chosen, 0.0)
-        own = jnp.stack([jnp.sum(jnp.exp(logits - largest[:, None]), axis=-1), chosen])
+        odds = jnp.exp(logits - largest[:, None])
+        if self.parallel.numerics.is_strict:
+            return self._exact_sums(odds, chosen)
+        own = jnp.stack([jnp.sum(odds, axis=-1), chosen])
         return jnp.sum(self.parallel.of_all_devices(own), axis=0)
+
+    def _exact_sums(self, odds: Odds, chosen: Float32[Array, " rows"]) -> Float32[Array, "2 rows"]:
+        """Return sums whose bits depend on no order, and on no number of devices.
+
+        Odds are at most 1: in units of 2**-30, added in three limbs of 10 bits. Of `chosen` all
+        devices but one have 0.
+        """
+        fine = jnp.rint(odds * 2.0**30).astype(jnp.int32)
+        limbs = [jnp.sum(fine >> shift & 0x3FF, axis=-1) for shift in (0, 10)]
+        limbs = [*limbs, jnp.sum(fine >> 20, axis=-1)]
+        bits = lax.bitcast_convert_type(chosen, jnp.int32)
+        *limbs, bits = self.parallel.total(jnp.stack([*limbs, bits]))
+        low, middle, high = (limb.astype(jnp.float32) for limb in limbs)
+        total = (low * 2.0**-30 + middle * 2.0**-20) + high * 2.0**-10
+        return jnp.stack([total, lax.bitcast_convert_type(bits, jnp.float32)])
 
 
 def sample(

@@ -117,6 +117,7 @@ class AttentionNeeds(NamedTuple):
     deterministic: bool = False  # a row has the same bits whatever the others are
     drafts: bool = False  # sequences may have several rows
     wanted: Literal["auto", "pallas", "xla"] = "auto"  # the setting `attention`
+    largest_block: int = 1  # tokens, of all groups that a sequence may come to
 
 
 NO_NEEDS = AttentionNeeds()
@@ -140,7 +141,7 @@ def choose_attention(
     Raises:
         ConfigError: `wanted` are the kernels, and they cannot be had.
     """
-    deterministic, drafts, wanted = needs
+    deterministic, drafts, wanted, largest_block = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
         kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
@@ -166,7 +167,7 @@ def choose_attention(
             device.device_kind,
             reason,
         )
-    kind = {"deterministic": deterministic, "drafts": drafts}
+    kind = {"deterministic": deterministic, "drafts": drafts, "largest_block": largest_block}
     own = {"neighbours": neighbours_of(layout, block_size), **kind}
     return loops_of(layout.model, block_size, device.platform, **own)._replace(reason=reason)
 
@@ -179,19 +180,21 @@ def loops_of(
     deterministic: bool = False,
     drafts: bool = False,
     neighbours: Neighbours | None = None,
+    largest_block: int = 1,
 ) -> AttentionBackend:
     """Return the XLA loops of a model, for a platform, and for drafts or not.
 
-    `deterministic` ones never split the context of a row, nor take more of it where rows are few.
-    With `neighbours` devices split positions.
+    `deterministic` ones never split the context of a row, nor take more of it where rows are few;
+    nor in groups with smaller blocks. With `neighbours` devices split positions.
     """
+    sizes = loop_sizes(platform, deterministic, drafts, neighbours is not None, largest_block)
     return xla_attention(
         model.head_dim,
         model.windows,
         block_size,
         scale=model.attention_scale,
         soft_cap=model.attention_soft_cap,
-        sizes=loop_sizes(platform, deterministic, drafts, neighbours is not None),
+        sizes=sizes,
         frees_blocks=model.frees_blocks,
         neighbours=neighbours,
         values_in_keys=model.values_in_keys,

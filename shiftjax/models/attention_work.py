@@ -14,6 +14,7 @@ tiles     chunks of prompts are cut into tiles of query tokens; tiles are comput
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +53,9 @@ class LoopSizes(NamedTuple):
     gathers: int = GATHERS
 
 
-def _cpu_rows(num_rows: int) -> RowLoop:
+def _cpu_rows(num_rows: int, chunk: int = 64) -> RowLoop:
     lanes = min(num_rows, 32)
-    return RowLoop(lanes, -(-(num_rows + lanes) // lanes), 64)
+    return RowLoop(lanes, -(-(num_rows + lanes) // lanes), chunk)
 
 
 def _gpu_rows(num_rows: int) -> RowLoop:
@@ -73,18 +74,24 @@ GPU_SIZES = LoopSizes(_gpu_rows, tile=512, tile_chunk=1024, gathered=GATHERED_TO
 
 
 def loop_sizes(
-    platform: str, deterministic: bool = False, drafts: bool = False, exchanges: bool = False
+    platform: str,
+    deterministic: bool = False,
+    drafts: bool = False,
+    exchanges: bool = False,
+    largest_block: int = 1,
 ) -> LoopSizes:
     """Return the sizes for the devices of a platform, as JAX names it.
 
-    With `deterministic` ones the sums over a row's context do not depend on other rows; with
-    `drafts` sequences may have several rows, which stay such with `exchanges`: those of rows are
-    smaller than those of tiles.
+    With `deterministic` ones the sums over a row's context do not depend on other rows, nor on
+    which group has it, if the `largest_block` of all groups is named; with `drafts` sequences may
+    have several rows, which stay such with `exchanges`: those of rows are smaller than those of
+    tiles.
     """
     if platform == "gpu":
         return GPU_SIZES._replace(whole_rows=deterministic)
     if deterministic:
-        return CPU_SIZES._replace(whole_rows=True, tile_chunk=64)  # as of rows
+        loop = partial(_cpu_rows, chunk=whole_blocks(64, largest_block))
+        return CPU_SIZES._replace(row_loop=loop, whole_rows=True, tile_chunk=loop(1).chunk)
     return CPU_DRAFT_SIZES if drafts and not exchanges else CPU_SIZES
 
 

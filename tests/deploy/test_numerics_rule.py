@@ -36,9 +36,6 @@ def test_a_device_has_enough_rows_in_every_mode(numerics):
 @pytest.mark.parametrize(
     ("model", "given", "name"),
     [
-        (LLAMA, {"fleet": True, "devices": 8, "tp": 1}, "fleet"),
-        (LLAMA, {"pp": 2}, "pp = 2"),
-        (PRESETS["gemma-3-27b"], {}, "windows"),
         (LLAMA, {"sp": 3, "tp": 1}, "3 devices"),
         (LLAMA, {"dtype": "float32"}, "dtype = float32"),
         (replace(LLAMA, num_kv_heads=2), {"kv_split": "position"}, "kv_split = position"),
@@ -49,6 +46,13 @@ def test_what_cannot_be_had_is_refused_by_name(model, given, name):
     with pytest.raises(ConfigError, match=refused):
         resolved(model, **given)
     assert resolved(model, **given, numerics="float32").numerics == "float32"
+
+
+@pytest.mark.parametrize(
+    "given", [{"fleet": True, "devices": 8, "tp": 1}, {"pp": 2}, {"sp": 3, "tp": 1}]
+)
+def test_integers_are_had_with_any_number_of_devices(given):
+    assert resolved(**given, numerics="integer").of_numerics.is_strict
 
 
 def test_copies_stay_where_positions_would_be_split():

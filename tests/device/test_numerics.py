@@ -3,19 +3,24 @@
 Random histories, with preemption and prefix hits, are in `test_mode_invisibility.py`.
 """
 
+import itertools
 import random
 from functools import cache
 
 import engines
 import numpy as np
 import pytest
+from echo_pools import Told
 from engines import RandomPolicy, run
 from spent import thorough
 
 from shiftjax.build import Built
 from shiftjax.core.policies import FixedPolicy
 from shiftjax.core.policy import Policy
-from shiftjax.core.request import SamplingParams
+from shiftjax.core.request import Event, SamplingParams
+from shiftjax.fleet.fleet_policy import Wish
+from shiftjax.fleet.regrouping import Fleet
+from shiftjax.parallel.arrangements import equal_groups
 
 SP, TP = 4, 2
 NUM_TOKENS = 6
@@ -26,7 +31,7 @@ PROMPTS = [
     [random.Random(i).randrange(3, 199) for _ in range(size)]
     for i, size in enumerate((3, 40, 17, 70, 1, 33, 8, 64))
 ]
-BASE, BETWEEN, SHIFT = map(FixedPolicy, (0, 1, 2))
+BASE, BETWEEN, SHIFT = map(FixedPolicy, (0, 1, -1))
 Found = list[list[tuple[int, float]]]
 
 
@@ -39,7 +44,8 @@ def build(numerics: str, sizes: tuple[int, ...], model: dict, given: dict) -> Bu
     directory, *_ = engines.checkpoint(**(WIDE | model))
     own = {"token_buckets": list(sizes), "max_num_batched_tokens": sizes[-1], "num_blocks": 300}
     options = own | {"dtype": "bfloat16", "max_num_seqs": 16, "prefix_caching": False}
-    return engines.make(directory, SP, TP, numerics=numerics, **(options | given))
+    degrees = {} if given.get("fleet") else {"sp": SP, "tp": TP}
+    return engines.build_tiny(directory, numerics=numerics, **(degrees | options | given))
 
 
 def served(built: Built, policy: Policy, prompts: list[list[int]] = PROMPTS) -> Found:
@@ -75,11 +81,14 @@ def test_the_bits_are_the_same(numerics, sizes):
 
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 4}
 SWIFT = EIGHT | {"model_type": "llama_swiftkv", "num_key_value_layers": 1}
+OWN_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
 VARIANTS = {
     "codes": ({}, {"quantization": "fp8"}),
-    "a cache of codes": ({}, {"kv_cache_dtype": "fp8"}),
-    "norms of heads": ({"model_type": "qwen3"}, {}),
-    "heads of their own": ({"num_attention_heads": 8, "num_key_value_heads": 8}, {}),
+    "a cache of codes, and windows": (
+        {"model_type": "mistral", "sliding_window": 24},
+        {"kv_cache_dtype": "fp8"},
+    ),
+    "norms of heads, and stages": (OWN_HEADS | {"model_type": "qwen3"}, {"pp": 2, "sp": 2}),
     "late layers": (SWIFT, {}),
     "experts": (engines.MOE | {"shared_expert_intermediate_size": 256}, {}),
     "drafts": ({}, {"speculation": "ngram"}),
@@ -106,7 +115,31 @@ def test_without_them_the_bits_differ():
 
 
 @pytest.mark.thorough
-def test_float32_sums_are_nearly_the_same():
-    built = engine("float32", 32)
-    base, shift = served(built, BASE), served(built, SHIFT)
-    assert share_of_equal(base, shift) > 0.9
+def test_the_bits_are_the_same_in_groups_of_any_width():
+    """And of requests that move between them; blocks of wide ones have more tokens than rounds."""
+    own = {"devices": 4, "tp": 1, "fleet_widths": (1, 4), "block_size": 32}
+    built = build("invariant", (32,), EIGHT, {"fleet": True} | own)
+    assert max(each.block_size for each in built.deployment.by_width.values()) == 128
+    fleet, units = built.engine.topology.find(Fleet), built.deployment.grid.units
+    assert fleet is not None
+    policy = fleet.policy = Told()
+
+    def served_in(*widths: int) -> Found:
+        """By turns, in steps of four."""
+        turns, step = itertools.count(), built.engine.step
+
+        def turn(now: float) -> list[Event]:
+            if (nth := next(turns)) % 4 == 0:
+                width = widths[nth // 4 % len(widths)]
+                policy.wishes = [Wish(equal_groups(units, width), "told", "move")]
+            return step(now)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(built.engine, "step", turn)
+            return served(built, RandomPolicy(1))
+
+    alone = served_in(1)
+    assert fleet.stats.num_moved_sequences == 0
+    for widths in (4,), (4, 1):
+        assert share_of_equal(alone, served_in(*widths)) == 1
+    assert fleet.stats.num_moved_sequences > 8

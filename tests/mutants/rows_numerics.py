@@ -32,8 +32,18 @@ ROWS = (
     Mutant(
         "tiles take more of a context at once than rows", "numerics",
         "shiftjax/models/attention_work.py",
-        "whole_rows=True, tile_chunk=64)", "whole_rows=True)",
+        "whole_rows=True, tile_chunk=loop(1).chunk)", "whole_rows=True)",
         ("tests/models/test_attention.py",), "a token of a chunk has other bits than a decoded one",
+    ),
+    Mutant(
+        "a context is cut by the blocks of the group that has it", "numerics",
+        "shiftjax/device/groups.py", "largest = max(", "largest = min(",
+        BITS, "a request that moves to a wider group has other sums from there on",
+    ),
+    Mutant(
+        "probabilities are summed by device", "numerics", "shiftjax/device/sampling.py",
+        "if self.parallel.numerics.is_strict:", "if False:",
+        BITS, "a wider group of a fleet has another normaliser",
     ),
     Mutant(
         "a step may have a single row", "numerics", "shiftjax/arch/numerics.py",
