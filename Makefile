@@ -6,13 +6,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 
-.PHONY: help install demo demo-fleet test test-all fetch lint format proto clean
+.PHONY: help install demo demo-fleet test test-all test-exhaustive fetch lint format proto clean
 help:
 	@echo "make demo     serve a small model on 8 virtual CPU devices, with base and shift steps"
 	@echo "make demo-fleet  groups of devices that come and go while texts stream"
 	@echo "make install  the virtual environment with everything the other targets need"
 	@echo "make test     the tests that a change is tried with"
 	@echo "make test-all all tests, as CI runs them"
+	@echo "make test-exhaustive  those, and every row of every matrix"
 	@echo "make fetch    what all tests need"
 	@echo "make lint     ruff and pyright"
 	@echo "make format   let ruff format and repair"
@@ -41,6 +42,9 @@ test: $(VENV)/.gpu
 
 test-all: fetch
 	$(PYTEST)
+
+test-exhaustive: fetch
+	$(PYTEST) --exhaustive
 
 fetch: $(VENV)/.gpu $(VENV)/.gpu12 $(VENV)/.jax011 $(VENV)/.bare $(VENV)/.clients \
     $(VENV)/.routers $(VENV)/.node $(VENV)/.prometheus $(VENV)/.chromium

@@ -35,6 +35,7 @@ jax.config.update("jax_hlo_source_file_canonicalization_regex", ROOT)
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="leave out what is marked thorough")
+    parser.addoption("--exhaustive", action="store_true", help="take in what is marked exhaustive")
     parser.addoption("--mutants", action="store_true", help="take in what is marked mutant")
 
 

@@ -1,14 +1,22 @@
 """Kernels with one fault in their sources: for tests of what the checks of kernels find."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import pallas_kernels
 
 FOLDER = Path(pallas_kernels.__path__[0])
+
+
+def fit(faults: Collection[Sequence[Any]], prefix: str = "") -> None:
+    """Check that each fault `(module, what it replaces, ...)` is at one place of its source."""
+    sources = {module: (FOLDER / f"{prefix}{module}.py").read_text() for module, *_ in faults}
+    wrong = [(module, old) for module, old, *_ in faults if sources[module].count(old) != 1]
+    assert not wrong, wrong
 
 
 def load(modules: Sequence[str], changed: str = "", old: str = "", new: str = "") -> ModuleType:

@@ -7,7 +7,7 @@ always run come before the `thorough` ones of their file.
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -39,11 +39,49 @@ def thorough(*rows: Any, mark: Any = pytest.mark.thorough) -> list[Any]:
     return [pytest.param(*each, marks=mark) for each in values]
 
 
-def quick(rows: Iterable[Any], *some: Any) -> list[Any]:
-    """Rows of a parametrisation, all but `some` of which are left to `make test-all`."""
+def exhaustive(*rows: Any) -> list[Any]:
+    """Rows of a parametrisation that are left to `make test-exhaustive`."""
+    return thorough(*rows, mark=pytest.mark.exhaustive)
+
+
+def quick(rows: Iterable[Any], *some: Any, times: int = 1) -> list[Any]:
+    """Rows of a parametrisation, all but `some` of which are left to `make test-all`.
+
+    Of rows with several values it has as many as it takes for every value to occur so many times;
+    the others are left to `make test-exhaustive`.
+    """
     rows = list(rows)
     assert all(one in rows for one in some), some
-    return [row if row in some else thorough(row)[0] for row in rows]
+    enough = covering(rows, [rows.index(one) for one in some], times)
+    kinds = pytest.mark.exhaustive, pytest.mark.thorough
+    marks = [kinds[i in enough] for i in range(len(rows))]
+    pairs = zip(rows, marks, strict=True)
+    return [row if row in some else thorough(row, mark=mark)[0] for row, mark in pairs]
+
+
+def covering(rows: Sequence[Any], some: Sequence[int], times: int) -> list[int]:
+    """Places of rows: `some`, and as many as give each value of each column `times` rows.
+
+    The next is always the row with most values that are wanted, and among those with the rarest.
+    Rows of one value are all wanted.
+    """
+    if not all(isinstance(row, tuple) for row in rows):
+        return list(range(len(rows)))
+    values = [{(column, repr(value)) for column, value in enumerate(row)} for row in rows]
+    there = Counter(value for row in values for value in row)
+    chosen, had = list(some), Counter(value for i in some for value in values[i])
+
+    def worth(i: int) -> tuple[int, int, int]:
+        wanted = [value for value in values[i] if had[value] < min(times, there[value])]
+        return len(wanted), -sum(had[value] for value in values[i]), -i
+
+    while len(chosen) < len(rows):
+        best = max((i for i in range(len(rows)) if i not in chosen), key=worth)
+        if not worth(best)[0]:
+            break
+        chosen.append(best)
+        had.update(values[best])
+    return chosen
 
 
 def mutants(*rows: Any) -> list[Any]:
@@ -159,10 +197,11 @@ def is_thorough(item: pytest.Item) -> bool:
 
 def is_left_out(item: pytest.Item, config: pytest.Config) -> bool:
     """Whether a test is of another suite than the one that runs."""
-    is_mutant = item.get_closest_marker("mutant") is not None
-    return (config.getoption("quick") and is_thorough(item)) or (
-        is_mutant and not config.getoption("mutants")
-    )
+    if config.getoption("quick") and is_thorough(item):
+        return True
+    options = {"mutant": "mutants", "exhaustive": "exhaustive"}
+    kinds = (kind for kind in options if item.get_closest_marker(kind))
+    return any(not config.getoption(options[kind]) for kind in kinds)
 
 
 def is_reporter(config: pytest.Config) -> bool:

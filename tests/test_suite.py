@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import kept
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from spent import covering
 
+MATRIX = """
+    import pytest
+    import spent
+
+    ROWS = [(name, degree) for name in "abc" for degree in (1, 2)]
+
+    @pytest.mark.parametrize(("name", "degree"), spent.quick(ROWS, ("a", 1)))
+    def test_row(name, degree):
+        pass
+"""
 SUITE = """
     import pytest, time
 
@@ -57,6 +68,7 @@ CONFTEST = """
     def pytest_addoption(parser):
         parser.addoption("--quick", action="store_true")
         parser.addoption("--mutants", action="store_true")
+        parser.addoption("--exhaustive", action="store_true")
 
     def pytest_configure(config):
         config.pluginmanager.register(spent.Spent(is_limited=True))
@@ -67,7 +79,8 @@ def run(folder: Path, *arguments: str, **files: str) -> tuple[int, list[str], st
     """The exit code, complaints and output of pytest on some files."""
     for name, text in ({"conftest": CONFTEST} | files).items():
         (folder / f"{name}.py").write_text(textwrap.dedent(text))
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    thorough\n    costs(seconds)\n")
+    markers = "thorough", "exhaustive", "costs(seconds)"
+    (folder / "pytest.ini").write_text("\n    ".join(("[pytest]\nmarkers =", *markers)))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *arguments],
         check=False,
@@ -102,6 +115,29 @@ def test_the_quick_suite_leaves_out_what_is_thorough(tmp_path):
     code, failed, output = run(tmp_path, "--quick", test_a=SUITE.replace("DEAR", "0"))
     assert (code, failed) == (0, [])
     assert "3 passed, 1 skipped, 1 deselected" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "found"),
+    [
+        (["--quick"], {"a-1"}),
+        ([], {"a-1", "b-2", "c-1"}),
+        (["--exhaustive"], {"a-1", "a-2", "b-1", "b-2", "c-1", "c-2"}),
+    ],
+)
+def test_of_a_matrix_every_value_runs_and_all_rows_if_asked(tmp_path, arguments, found):
+    code, _, output = run(tmp_path, "-rA", *arguments, test_matrix=MATRIX)
+    ran = {line.split("[")[1].split("]")[0] for line in output.splitlines() if "PASSED" in line}
+    assert (code, ran) == (0, found)
+
+
+def test_values_occur_as_often_as_is_asked():
+    rows = [(name, degree) for name in "abcdef" for degree in (1, 2, 3, 4)]
+    chosen = [rows[i] for i in covering(rows, [], 2)]
+    assert len(chosen) == 12 and len({*chosen}) == 12
+    assert {sum(name == row[0] for row in chosen) for name in "abcdef"} == {2}
+    assert {sum(degree == row[1] for row in chosen) for degree in (1, 2, 3, 4)} == {3}
+    assert covering(["one", "two"], [], 1) == [0, 1]  # rows of one value have nothing to share
 
 
 def test_what_is_kept_is_bounded_and_the_longest_unused_goes(tmp_path):

@@ -31,11 +31,7 @@ CASES = [
     Case(8, 1, Mode(8, 1), model=QWEN),
     Case(8, 1, Mode(8, 8), "fp8", model=QWEN, num_tokens=TOKENS),
     Case(8, 1, Mode(8, 1), "fp8", model=QWEN),
-    Case(1, 8, Mode(1, 1), model=QWEN),
     Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, experts_sp=8),
-    Case(8, 1, Mode(8, 8), "fp8", model=QWEN, num_tokens=TOKENS, experts_sp=8),
-    Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, experts_sp=4),
-    Case(8, 1, Mode(8, 1), model=QWEN, experts_sp=8),
 ]
 EXPERT_KERNELS = 3  # of a layer: rows collected, as they are or as codes; gated, product
 LOOPS = Case(8, 1, Mode(8, 8), model=QWEN, num_tokens=TOKENS, attention="xla")

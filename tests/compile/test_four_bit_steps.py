@@ -34,13 +34,11 @@ UNTOUCHED = ("parameter", "bitcast", "get-tuple-element", "tuple", "slice")  # o
 CASES = {
     "base of SP 8, a chunk": Case(8, 1, Mode(8, 8), "mxfp4", model=MODEL, num_tokens=1280),
     "shift of SP 8, decodes": Case(8, 1, Mode(8, 1), "mxfp4", model=MODEL),
-    "TP 8, decodes": Case(1, 8, Mode(1, 1), "mxfp4", model=MODEL),
 }
 DENSE = with_packed_codes(replace(PRESETS["llama-70b"], num_layers=NUM_LAYERS), "int4")
 DENSE_CASES = {
     "base of SP 8, a chunk": Case(8, 1, Mode(8, 8), "int4", model=DENSE, num_tokens=1280),
     "shift of SP 8, decodes": Case(8, 1, Mode(8, 1), "int4", model=DENSE),
-    "TP 8, decodes": Case(1, 8, Mode(1, 1), "int4", model=DENSE),
 }
 MATRICES = 7  # of a layer
 

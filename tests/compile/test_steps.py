@@ -26,6 +26,7 @@ from hlo import (
     sizes_of,
     weight_moves,
 )
+from spent import exhaustive, thorough
 
 from serving.bench.hlo import Computation, computations
 from serving.bench.thunks import top_level
@@ -84,6 +85,7 @@ XLA = ALIAS._replace(attention="xla", num_layers=1)
 XLA_FP8 = XLA._replace(size="fp8")
 PLAIN = ALIAS._replace(gpu_options=NO_BRANCHES, num_layers=1, sampler=sample)
 LATE = [Case(4, 2, mode, late_layers=1) for mode in modes_of(4)]
+OTHERS = ("bf16", 8), ("bf16", 2), ("fp8", 4), ("fp8", 2)
 EVERY = [*WHOLE, *cases("bf16"), *cases("fp8"), *FLEET]
 
 
@@ -93,10 +95,11 @@ def name_of(case: Case) -> str:
     return f"{kind}{case.size}-{case.sp}x{case.tp}-{case.mode.label}"
 
 
-thorough = pytest.mark.thorough
+# Of a format, degrees that the other has.
+TWICE = [(each,) for each in EVERY if (each.size, each.sp) in OTHERS]
+ONCE = [(each,) for each in EVERY if each != ALIAS and (each,) not in TWICE]
 every_case = pytest.mark.parametrize(
-    "case",
-    [pytest.param(one, id=name_of(one), marks=() if one == ALIAS else thorough) for one in EVERY],
+    ("case",), [(ALIAS,), *thorough(*ONCE), *exhaustive(*TWICE)], ids=name_of
 )
 
 
@@ -170,7 +173,7 @@ def test_weights_are_read_where_they_are(case, compiled):
         assert one.temporary_bytes < gate
 
 
-@thorough
+@pytest.mark.thorough
 def test_slicing_in_the_step_copies_every_weight(compiled):
     """The control: a copy is seen where there is one, in the text and in the temporaries."""
     alias, sliced = compiled(ALIAS), compiled(SLICE)
@@ -182,7 +185,7 @@ def test_slicing_in_the_step_copies_every_weight(compiled):
     assert sliced.temporary_bytes - alias.temporary_bytes > layer // 2
 
 
-@thorough
+@pytest.mark.thorough
 def test_a_second_copy_of_the_weights_is_for_the_same_program(compiled):
     alias, second = (
         define_step(ALIAS._replace(strategy=strategy), compiled.devices)[0]
@@ -211,7 +214,7 @@ def test_the_host_launches_a_step_at_once(case, compiled):
     assert top_level(compiled(case).thunks) == ["CommandBuffer"]
 
 
-@thorough
+@pytest.mark.thorough
 def test_with_branches_left_out_of_graphs_the_host_waits_in_every_step(compiled):
     """The control: the sampler's branch is the host's, and what it cuts are several launches."""
     kinds = top_level(compiled(PLAIN).thunks)
@@ -231,7 +234,7 @@ def test_sums_of_small_steps_take_kernels(case, compiled):
         assert kinds["nccl"] == 0
 
 
-@thorough
+@pytest.mark.thorough
 def test_nccl_has_no_part_in_a_decode_step(compiled):
     """What NCCL does in a graph is captured again at every step: kernels do all of it.
 
@@ -269,7 +272,7 @@ def test_kernels_take_nothing_whose_address_changes(case, compiled):
     assert len(taken) >= 6 * case.num_layers
 
 
-@thorough
+@pytest.mark.thorough
 def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
     """Whatever a block holds: of every size there is a kernel (see above), and no table grows."""
     assert {case.pool.block_size for case in FLEET} == {16, 32, 64, 128}
@@ -283,7 +286,7 @@ def test_a_step_of_a_fleet_needs_what_it_needs_without_one(compiled):
         assert one.aliased_bytes == alone.aliased_bytes == device_bytes(alone.pools)
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", LATE, ids=name_of)
 def test_late_layers_read_the_pools_where_they_are(case, compiled):
     """SwiftKV: a layer of each kind. The branch without rows has no copy of a pool either."""
@@ -298,7 +301,7 @@ def test_late_layers_read_the_pools_where_they_are(case, compiled):
     assert collectives(one.text) == predicted_collectives(one)
 
 
-@thorough
+@pytest.mark.thorough
 def test_the_xla_path_compiles_for_a_gpu_too(compiled):
     """What a GPU without kernels gets: loops, but the pool stays where it is."""
     one = compiled(XLA)
@@ -318,7 +321,7 @@ def test_the_arguments_are_weights_pools_and_inputs(case, compiled):
     assert one.argument_bytes == device_bytes((one.params, one.pools, one.inputs))
 
 
-@thorough
+@pytest.mark.thorough
 def test_temporaries_hardly_grow_with_the_layers(compiled):
     """But for the table of the pools' addresses: 80 layers take less than 4 MB more than two."""
     few, more = compiled(ALIAS), compiled(MORE_LAYERS)
@@ -330,7 +333,7 @@ def test_temporaries_hardly_grow_with_the_layers(compiled):
     )
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", cases("fp8"), ids=name_of)
 def test_codes_are_multiplied_as_they_are(case, compiled):
     """No program has them in a wider format; `weight_moves` above finds what turns or copies."""
@@ -343,7 +346,7 @@ def test_codes_are_multiplied_as_they_are(case, compiled):
             assert not re.search(rf"(f32|bf16|f16)\[(\d+,)?{sizes}\]", one.text), sizes
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", [*cases("fp8"), XLA_FP8], ids=name_of)
 def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
     """By kernels nor by loops; its scales are arrays of the table."""
@@ -356,7 +359,7 @@ def test_a_pool_of_codes_is_never_held_in_a_wider_format(case, compiled):
     assert not sizes & {math.prod(sizes_of(shape)) for shape in shapes}
 
 
-@thorough
+@pytest.mark.thorough
 def test_the_simulators_preset_has_as_many_kernels(compiled):
     """Beside the layers, in SHIFT; those of a layer are in test_launches.py."""
     engine, layers = load_engine("shiftjax"), MORE_LAYERS.num_layers
@@ -379,7 +382,7 @@ def kv_tokens(case: Case, compiled: Compiler) -> int:
     return BLOCK_SIZE * max(0, (room - temporaries) // each)
 
 
-@thorough
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", ["bf16", "fp8"])
 def test_what_fits_an_h200(size, compiled):
     """Only bf16 weights whole on every device, 139 GB of 141, leave no room."""
@@ -401,7 +404,7 @@ def test_the_rule_chooses_the_mesh_that_the_paper_does():
     assert base_rule(weight_bytes // 2, int(H200_BYTES), NUM_DEVICES) == (8, 1)
 
 
-@thorough
+@pytest.mark.thorough
 def test_the_formula_of_the_weights(compiled):
     """w / TP for BASE, and w / P more for a second copy (arXiv 2509.16495, section 3.3.2)."""
     case = Case(4, 2, Mode(4, 1))

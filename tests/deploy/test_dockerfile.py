@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from spent import exhaustive, thorough
 from wheel_kit import ROOT, build_wheel, known_files
 
 from serving.cli.main import main, make_parser
@@ -89,8 +90,7 @@ def extras_with(extra: str | None) -> list[str]:
     return extras.replace(f"${{{name}}}", default if extra is None else extra).split(",")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("extra", [None, "cuda12", "cuda13"])
+@pytest.mark.parametrize("extra", [*thorough("cuda13"), *exhaustive(None, "cuda12")])
 def test_pip_finds_all_that_it_needs(wheel, tmp_path, extra):
     """On the index that it is set to; nothing is installed, and of most only metadata is read."""
     wanted = f"{wheel.filename}[{','.join(extras_with(extra))}]"

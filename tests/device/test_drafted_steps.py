@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, make, run, tokens
 from oracle import numpy_llama
-from spent import thorough
+from spent import exhaustive
 from test_mode_invisibility import CROWDED, OUTPUT_TOKENS, greedy, prompts_with_shared_prefixes
 
 from shiftjax.core.lookahead import Lookahead
@@ -40,7 +40,7 @@ class Known(Drafting):
 
 @pytest.fixture(
     scope="module",
-    params=[(3, 2), *thorough(((2, 2),))],
+    params=[(3, 2), *exhaustive(((2, 2),))],
     ids=lambda mesh: f"sp{mesh[0]}tp{mesh[1]}",
 )
 def built(request):

@@ -9,6 +9,7 @@ from echo_pools import Told
 from engines import checkpoint, make, tokens
 from fleet_histories import STATES, Named, assert_same, play, requests_of
 from oracle import numpy_llama
+from spent import exhaustive
 
 from shiftjax.build import Built
 from shiftjax.core.lookahead import Lookahead
@@ -57,7 +58,10 @@ SHAPES = {  # name: tensors, units and tp, widths
 DRAFTING = "3-heads"  # the shape whose engine drafts, too
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(
+    scope="module",
+    params=["3-heads", "2-heads-split", *exhaustive("4-heads-tp2-swiftkv", "8-heads-window")],
+)
 def shape(request) -> str:
     return request.param
 

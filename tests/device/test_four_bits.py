@@ -13,7 +13,7 @@ from harness import forward, silent
 from lean import greedy_steps
 from oracle import numpy_llama
 from oracle import quantised_files as files
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.arch.config import Codes
 from shiftjax.arch.formats import Formats
@@ -84,7 +84,7 @@ def texts(built, seed: int) -> list[list[int]]:
     [
         ("awq", 4, 2),
         *thorough(("w4a16", 2, 2), ("w4a16-zeros", 8, 1), ("gptq", 1, 8), ("awq-channel", 1, 8)),
-        *thorough(("w4a16-zeros", 1, 1), ("awq", 1, 8), ("gptq", 8, 1), ("w4a16", 4, 2)),
+        *exhaustive(("w4a16-zeros", 1, 1), ("awq", 1, 8), ("gptq", 8, 1), ("w4a16", 4, 2)),
     ],
 )
 def test_tokens_are_those_of_the_numbers_in_every_mode(format, sp, tp):
@@ -96,7 +96,7 @@ def test_tokens_are_those_of_the_numbers_in_every_mode(format, sp, tp):
 
 
 @pytest.mark.costs(10)
-@pytest.mark.parametrize(("sp", "tp"), [(2, 2), *thorough((1, 1), (4, 1), (1, 4))])
+@pytest.mark.parametrize(("sp", "tp"), [(2, 2), *thorough((1, 4)), *exhaustive((1, 1), (4, 1))])
 def test_tokens_of_mxfp4_are_those_of_transformers(sp, tp):
     expected = np.load(PARITY / "gpt_oss_mxfp4" / "expected.npz")
     built = make(PARITY / "gpt_oss_mxfp4", sp, tp)
@@ -119,8 +119,7 @@ def tokens_of_random(sp: int, tp: int, quantization: str) -> tuple[list[int], ..
         return tuple(texts(build(config, RandomSource(RANDOM), silent, None), 3))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sp", "tp"), [(4, 2), (8, 1), (1, 8)])
+@pytest.mark.parametrize(("sp", "tp"), [*thorough((4, 2)), *exhaustive((8, 1), (1, 8))])
 def test_random_experts_on_8_devices_are_those_of_their_numbers_on_one(sp, tp):
     assert tokens_of_random(sp, tp, "auto") == tokens_of_random(1, 1, "none")
 

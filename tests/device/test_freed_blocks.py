@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import RandomPolicy, make, run, tokens
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.arch.cache import first_block
 from shiftjax.build import Built
@@ -50,10 +50,10 @@ def answers(built: Built, prompts: list[list[int]], sampling=GREEDY) -> list[lis
     ("name", "sp", "tp"),
     [
         (CHUNKS, 2, 2),
-        *thorough((CHUNKS, 1, 4)),
-        *thorough(("llama4_chunks_128e", 1, 4)),  # four groups of one layer
+        *exhaustive((CHUNKS, 1, 4)),
+        *exhaustive(("llama4_chunks_128e", 1, 4)),  # four groups of one layer
         *thorough(("gpt_oss_mxfp4", 2, 2)),
-        *thorough(("gpt_oss", 1, 4)),
+        *exhaustive(("gpt_oss", 1, 4)),
         *thorough(("gemma3_text", 1, 4)),
         *thorough(("mistral", 2, 2)),  # one group, whose blocks are freed, too
     ],

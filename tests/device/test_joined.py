@@ -9,7 +9,7 @@ from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import held_bytes, silent
 from jax.sharding import PartitionSpec as P
 from oracle import numpy_llama
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.arch.config import Experts
 from shiftjax.arch.formats import Formats, formats_of
@@ -59,12 +59,11 @@ def shards(weights: ModeWeights, mesh, mode, stored) -> dict[str, np.ndarray]:
     ("config", "sp", "tp", "strategy", "dtype"),
     [
         (TIED, 3, 1, "alias", "float32"),
+        *exhaustive((TIED, 1, 4, "alias", "bfloat16"), (SWIFTKV, 2, 2, "alias", "bfloat16")),
         *thorough(
-            (TIED, 1, 4, "alias", "bfloat16"),
             (BIASED, 4, 2, "alias", "bfloat16"),
             (BIASED, 2, 2, "alias", "fp8"),
             (BIASED, 2, 2, "slice", "fp8"),
-            (SWIFTKV, 2, 2, "alias", "bfloat16"),
             (EXPERTS, 2, 2, "alias", "fp8"),
         ),
     ],

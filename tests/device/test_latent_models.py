@@ -120,35 +120,27 @@ def test_copies_of_latents_give_the_same_tokens(name, sp, tp, tmp_path):
 
 
 SMALL = {"sp": 2, "tp": 1, "num_blocks": 40}
-FEATURES = [
-    ("recompute", SMALL),
-    ("swap", SMALL | {"preemption": "swap", "host_memory": "1m"}),
-    ("drafts", {"sp": 2, "tp": 1, "speculation": "suffix"}),
-    ("stages", {"sp": 1, "tp": 2, "pp": 2}),
-    ("gather", {"sp": 2, "tp": 1, "weights": "gather"}),
-    ("fleet", {"fleet": True, "tp": 1, "devices": 4}),
-    ("deterministic", {"sp": 2, "tp": 1, "deterministic": True}),
-    ("positions", {"sp": 2, "tp": 2, "kv_split": "position"}),
-    ("positions, drafts", {"sp": 4, "tp": 2, "kv_split": "position", "speculation": "suffix"}),
-    ("positions, recompute", SMALL | {"num_blocks": 20, "kv_split": "position"}),
-    (
-        "positions, swap",
-        SMALL
-        | {"num_blocks": 20, "kv_split": "position", "preemption": "swap", "host_memory": "1m"},
-    ),
-    ("positions, fleet", {"fleet": True, "tp": 1, "devices": 4, "kv_split": "position"}),
-    ("positions, stages", {"sp": 2, "tp": 1, "pp": 2, "kv_split": "position"}),
-    ("positions, replicas", {"dp": 2, "sp": 2, "tp": 2, "kv_split": "position"}),
-    (
-        "positions, fixed drafts",
-        {
-            **{"sp": 2, "tp": 2, "kv_split": "position", "speculation": "suffix"},
-            "controls": {"fixed_drafts": True, "max_draft_rows": 24},
-        },
-    ),
-]
-
-
+FEW = SMALL | {"num_blocks": 20}
+FEATURES: dict[str, dict[str, Any]] = {
+    "recompute": SMALL,
+    "swap": SMALL | {"preemption": "swap", "host_memory": "1m"},
+    "drafts": {"sp": 2, "tp": 1, "speculation": "suffix"},
+    "stages": {"sp": 1, "tp": 2, "pp": 2},
+    "gather": {"sp": 2, "tp": 1, "weights": "gather"},
+    "fleet": {"fleet": True, "tp": 1, "devices": 4},
+    "deterministic": {"sp": 2, "tp": 1, "deterministic": True},
+    "positions": {"sp": 2, "tp": 2, "kv_split": "position"},
+    "positions, drafts": {"sp": 4, "tp": 2, "kv_split": "position", "speculation": "suffix"},
+    "positions, recompute": FEW | {"kv_split": "position"},
+    "positions, swap": FEW | {"kv_split": "position", "preemption": "swap", "host_memory": "1m"},
+    "positions, fleet": {"fleet": True, "tp": 1, "devices": 4, "kv_split": "position"},
+    "positions, stages": {"sp": 2, "tp": 1, "pp": 2, "kv_split": "position"},
+    "positions, replicas": {"dp": 2, "sp": 2, "tp": 2, "kv_split": "position"},
+    "positions, fixed drafts": {
+        **{"sp": 2, "tp": 2, "kv_split": "position", "speculation": "suffix"},
+        "controls": {"fixed_drafts": True, "max_draft_rows": 24},
+    },
+}
 # Other families, where their layers are not those of DeepSeek-V3: V2's queries are made at once,
 # Kimi K2 has another name, and GLM-5 an index.
 OF_FAMILIES = [
@@ -156,26 +148,13 @@ OF_FAMILIES = [
     *(("glm_moe_dsa", f"positions, {kind}") for kind in ("fleet", "stages", "swap", "drafts")),
     *(("kimi_k2", f"positions, {kind}") for kind in ("replicas", "swap")),
 ]
+OF_V3 = [("deepseek_v3", feature) for feature in FEATURES]
 
 
 @pytest.mark.costs(50)
-@pytest.mark.parametrize(
-    ("feature", "options"),
-    quick(FEATURES, *FEATURES[:8:7]),
-    ids=lambda x: x if type(x) is str else "",
-)
-def test_what_the_engine_does_beside_steps_changes_no_token(feature, options, tmp_path):
-    check_feature("deepseek_v3", feature, options, tmp_path)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("name", "feature"), OF_FAMILIES)
-def test_nor_does_it_in_other_families(name, feature, tmp_path):
-    check_feature(name, feature, dict(FEATURES)[feature], tmp_path)
-
-
-def check_feature(name: str, feature: str, options: dict[str, Any], folder: Path) -> None:
-    built = serve(name, folder, **options)
+@pytest.mark.parametrize(("name", "feature"), quick([*OF_V3, *OF_FAMILIES], OF_V3[0], OF_V3[7]))
+def test_what_the_engine_does_beside_steps_changes_no_token(name, feature, tmp_path):
+    built = serve(name, tmp_path, **FEATURES[feature])
     preemptions = built.engine.stats().num_preemptions
     kind = feature.removeprefix("positions, ")
     assert kind not in preemptions or preemptions[kind] > 0

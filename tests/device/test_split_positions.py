@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import RandomPolicy, checkpoint, crowd, make, run, scaled_checkpoint, tokens
 from oracle import numpy_fp8, numpy_llama
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.build import Built
 from shiftjax.core.cache_events import CacheFeed, Stored
@@ -62,7 +62,7 @@ def pool_bytes(built: Built) -> set[int]:
 @pytest.mark.costs(20)
 @pytest.mark.parametrize(
     ("sp", "tp", "ways", "num_blocks"),
-    [(2, 2, 2, 22), *thorough((4, 2, 4, 14), (1, 8, 4, 14), (6, 1, 3, 17))],
+    [(2, 2, 2, 22), *thorough((1, 8, 4, 14), (6, 1, 3, 17)), *exhaustive((4, 2, 4, 14))],
 )
 def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks):
     """With chunks, prefixes that are found and preemption; no switch compiles or takes memory."""

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 from block_cases import Case, make, run, worst
-from mutations import load
+from mutations import fit, load
 from spent import mutants
 
 from pallas_kernels.gates import SILU
@@ -80,7 +80,9 @@ FAULTS = {
         "block_product", "pl.ds(0, problem.block), mine]",
         "pl.ds(0, problem.block), pl.ds(0, CHANNELS)]", NUMBERS,
     ),
-    "every split adds the bias": ("block_finish", "(item.split == 0)", "(item.split >= 0)", CUT),
+    "every split adds the bias": (
+        "block_finish", "(item.split == 0).astype", "(item.split >= 0).astype", CUT
+    ),
     "no scale of channels": ("block_finish", "values = values * of_channels(matrix.scale)",
                              "pass", PLAIN),
     "up is gate": ("block_fetch", "inputs.matrices[i + part]", "inputs.matrices[i]", CODES),
@@ -125,6 +127,10 @@ FAULTS = {
         "block_product", "add(sums[part], product,", "add(sums[0], product,", MANY_GATED
     ),
 }  # fmt: skip
+
+
+def test_every_fault_fits_its_source():
+    fit(FAULTS.values())
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))

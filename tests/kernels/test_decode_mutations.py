@@ -5,7 +5,7 @@ import pytest
 from attention_cases import FP8, decodes, make_step, run_parts, with_latents, worst_parts
 from attention_cases import run_decode as run
 from attention_cases import worst_decode as worst
-from mutations import load
+from mutations import fit, load
 from spent import mutants
 
 PARTS = ("terms", "memory", "compute", "kernel", "combine")  # each may import those before it
@@ -45,7 +45,8 @@ FAULTS = {
         decodes((40, 20), drafts=1),
     ),
     "old values are not scaled down": (
-        "decode_compute", "old * down_rows(decay, old.shape)", "old", decodes()
+        "decode_compute", "tuple(old * down_rows(decay, old.shape) + more",
+        "tuple(old + more", decodes()
     ),
     "values without weight are not cleared": (
         "decode_compute", "    _clear_unseen(shape, part, v)\n", "", decodes()
@@ -73,7 +74,7 @@ FAULTS = {
         "parts.outputs.at[head, :, pl.ds(0, COLUMNS)]", decodes(head_dim=128),
     ),
     "the last columns are those before": (
-        "decode_terms", "(self.head_dim - COLUMNS, COLUMNS)", "(0, COLUMNS)", decodes(head_dim=96)
+        "decode_terms", "(self.width - COLUMNS, COLUMNS)", "(0, COLUMNS)", decodes(head_dim=96)
     ),
     "columns that two blocks have are written for the last": (
         "decode_combine", "pl.ds(COLUMNS - rest, rest)", "pl.ds(0, rest)", decodes(head_dim=96)
@@ -95,7 +96,8 @@ FAULTS = {
 
 FAULTS_OF_PARTS = {
     "parts are not divided by their sums": (
-        "decode_combine", "weighted * down_rows(1 / total, weighted.shape))", "weighted)", decodes()
+        "decode_combine", "weighted * _repeated(1 / total, weighted.shape, axis)", "weighted",
+        decodes()
     ),
     "logarithms are those of the largest weight": (
         "decode_combine", "top + jnp.log2(total))", "top)", decodes()
@@ -186,6 +188,10 @@ FAULTS_OF_LATENTS = {
         "decode", "config, options, heads_first=is_long)", "config, options)", MANY
     ),
 }  # fmt: skip
+
+
+def test_every_fault_fits_its_source():
+    fit((*FAULTS.values(), *FAULTS_OF_PARTS.values(), *FAULTS_OF_LATENTS.values()))
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS_OF_LATENTS))

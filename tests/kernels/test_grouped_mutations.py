@@ -14,7 +14,7 @@ from grouped_cases import (
     run,
     worst,
 )
-from mutations import load
+from mutations import fit, load
 from spent import mutants
 
 PARTS = ("_fetch", "_product", "_combine", "_codes", "")  # imports come before
@@ -176,6 +176,10 @@ DISORDERED = {
     "gate": ("grouped_combine", "jnp.add, more, so_far)", "jnp.add, more[::-1], so_far)"),
     "down": ("grouped_combine", "jnp.add, found)", "jnp.add, found[::-1])"),
 }
+
+
+def test_every_fault_fits_its_source():
+    fit(FAULTS.values())
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))

@@ -4,7 +4,7 @@ import pytest
 from attention_cases import FP8, Case, make_step, run_prefill_parts, worst_prefill_parts
 from attention_cases import run_prefill as run
 from attention_cases import worst_prefill as worst
-from mutations import load
+from mutations import fit, load
 from spent import mutants
 
 from pallas_kernels.prefill_work import PrefillConfig
@@ -118,6 +118,10 @@ FAULTS = {
         "    shared.q.at[warpgroup][...] = rows\n", Case(),
     ),
 }  # fmt: skip
+
+
+def test_every_fault_fits_its_source():
+    fit((*FAULTS.values(), *FAULTS_OF_PARTS.values()), "prefill_")
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))

@@ -7,6 +7,7 @@ The mutations at the end show that no wrong kernel hides below it.
 """
 
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from spent import thorough
+from spent import quick, thorough
 
 from pallas_kernels import reference
 from pallas_kernels.call import AttentionOptions, PagedKV
@@ -146,8 +147,12 @@ def test_equals_the_definition(name):
     check(make_case(*STEPS[name]))
 
 
-@pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts"])
-@pytest.mark.parametrize("window", [20, Chunk(24), *thorough(1, 100, Chunk(1), Chunk(64))])
+BOTH = "decodes at the edges", "decodes and prompts"
+QUICK_WINDOWS = list(product(BOTH, [20, Chunk(24)]))
+WINDOWS = [*QUICK_WINDOWS, *product(BOTH, [1, 100, Chunk(1), Chunk(64)])]
+
+
+@pytest.mark.parametrize(("name", "window"), quick(WINDOWS, *QUICK_WINDOWS))
 def test_windows(name, window):
     check(make_case(*STEPS[name], window=window), window)
 
@@ -157,9 +162,10 @@ ONE_WAVE = LoopSizes(lambda rows: RowLoop(2 * rows, 1, 32), 48, 96)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [ONE_WAVE, GPU_SIZES], ids=["small", "gpu"])
-@pytest.mark.parametrize("name", ["decodes at the edges", "decodes and prompts", "nothing"])
-@pytest.mark.parametrize("window", [None, 20, Chunk(48)])
+@pytest.mark.parametrize(
+    ("name", "window", "sizes"),
+    quick(product((*BOTH, "nothing"), (None, 20, Chunk(48)), (ONE_WAVE, GPU_SIZES)), times=2),
+)
 def test_the_loops_of_gpus_equal_the_definition(name, window, sizes):
     case = make_case(*STEPS[name], window=window, sizes=sizes)
     if window is None and sizes == ONE_WAVE and name == "decodes at the edges":
@@ -218,9 +224,7 @@ TILED = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("window", [None, 20, Chunk(32)])
-@pytest.mark.parametrize("name", TILED)
+@pytest.mark.parametrize(("name", "window"), quick(product(TILED, (None, 20, Chunk(32)))))
 def test_drafts_of_some_length_are_tiles_on_a_cpu(name, window):
     *step, num_decodes, num_rows, num_tiles, num_in_jobs = TILED[name]
     own = {"num_decodes": num_decodes, "num_rows": num_rows, "window": window}

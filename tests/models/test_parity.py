@@ -57,7 +57,7 @@ QUICK = [case for case in CASES if case[:2] in QUICK_ONES]
 @pytest.mark.costs(8)
 @pytest.mark.parametrize(
     ("name", "sp", "tp", "mode", "strategy"),
-    quick(CASES, *QUICK),
+    quick(CASES, *QUICK, times=2),
 )
 def test_every_layer_equals_transformers(name, sp, tp, mode, strategy):
     check(name, sp, tp, mode, strategy)
@@ -71,19 +71,17 @@ USES = [(4, 2, m, 4, e) for m in (4, 2, 1) for e in (4, 2, 1)]
 USES += [(8, 1, 8, 8, 8), (8, 1, 2, 8, 8), (8, 1, 8, 8, 2), (2, 2, 2, 2, 2), (2, 4, 1, 2, 2)]
 USES += [(4, 2, 4, 2, 1), (4, 2, 4, 2, 2), (8, 1, 1, 4, 2)]
 USE_CASES = [
-    (name, *use)
+    (name, use)
     for i, use in enumerate(USES)
     for place, name in enumerate((*IN_TURNS, *EVERYWHERE))
     if name in EVERYWHERE or (place + i % 3 + i // 3) % 2 == 0
 ]
-QUICK_USES = [
-    ("qwen2_moe", 4, 2, 2, 4, 4),
-    ("gpt_oss", 4, 2, 4, 2, 1),
-]
+QUICK_USES = ("qwen2_moe", (4, 2, 2, 4, 4)), ("gpt_oss", (4, 2, 4, 2, 1))
 
 
-@pytest.mark.parametrize(("name", "sp", "tp", "m", "stored", "used"), quick(USE_CASES, *QUICK_USES))
-def test_every_use_of_experts_equals_transformers(name, sp, tp, m, stored, used):
+@pytest.mark.parametrize(("name", "use"), quick(USE_CASES, *QUICK_USES))
+def test_every_use_of_experts_equals_transformers(name, use):
+    sp, tp, m, stored, used = use
     check(name, sp, tp, Mode(sp, m), "alias", (stored, used))
 
 

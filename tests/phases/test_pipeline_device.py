@@ -4,7 +4,7 @@ import jax
 import pytest
 from engines import checkpoint, crowd, fail_once, make, run, tokens
 from oracle import numpy_llama
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.build import Built
 from shiftjax.core.request import SamplingParams
@@ -33,7 +33,7 @@ CASES = {
 
 @pytest.fixture(
     scope="module",
-    params=["pp2", *thorough(*list(CASES)[1:])],
+    params=["pp2", *thorough("pp4sp2"), *exhaustive("pp2sp2tp2", "pp4tp2")],
 )
 def staged(request):
     """An engine in stages, the config and tensors of its model, and where that is."""

@@ -12,7 +12,7 @@ from engines import MOE, RandomPolicy, build_tiny, checkpoint, make, run, tokens
 from harness import held_bytes
 from rollouts_kit import GREEDY, OPTIONS, PROMPTS, directory_of, expected, other_weights, spread
 from safetensors.numpy import save_file
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax import LLM
 from shiftjax.core.request import Request, SamplingParams
@@ -66,15 +66,14 @@ def assert_as_fresh(built, new, *degrees, **options) -> None:
     ("degrees", "overrides", "options", "is_joined"),
     [
         ((2, 2), {}, {}, False),
+        *exhaustive(((4, 2), {}, {}, True), ((1, 2), {}, {"dp": 2}, False)),
         *thorough(
-            ((4, 2), {}, {}, True),
             ((3, 2), {"attention_bias": True}, {}, False),
             ((2, 2), MOE, {}, False),
             ((2, 2), {}, {"weights": "gather"}, False),
             ((2, 2), {}, {"quantization": "fp8"}, True),
             ((1, 2), {}, {"pp": 2}, False),
             ((None, 2), {}, {"fleet": True, "devices": 4}, True),
-            ((1, 2), {}, {"dp": 2}, False),
         ),
     ],
 )
