@@ -17,7 +17,7 @@ from attention_cases import (
     options_of,
     watched_races,
 )
-from mutations import load_all
+from mutations import fit, load_all
 from spent import mutants, quick
 
 from pallas_kernels import decode, paged_attention
@@ -184,14 +184,14 @@ FAULTS = {
     ),
     "scales of chunks go to the token before": (
         "prefill_rows",
-        "leaving.units[g * problem.n + token - tokens.start]",
-        "leaving.units[g * problem.n + jnp.maximum(token - tokens.start - 1, 0)]",
+        "units[g * problem.n + token - tokens.start]",
+        "units[g * problem.n + jnp.maximum(token - tokens.start - 1, 0)]",
         CHUNKS,
     ),
     "scales of chunks go to the other KV head": (
         "prefill_rows",
-        "leaving.out.scale, head * problem.q_per_kv",
-        "leaving.out.scale, 0",
+        "target[first + g, token]",
+        "target[g, token]",
         CHUNKS,
     ),
     "a fixed scale that is not applied": (
@@ -208,6 +208,10 @@ FAULTS = {
         PARTS,
     ),
 }
+
+
+def test_every_fault_fits_its_source():
+    fit(FAULTS.values())
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import INTERPRETER, watched_races
-from mutations import load
+from mutations import fit, load
 from spent import mutants
 
 from pallas_kernels import norm_codes
@@ -171,14 +171,14 @@ FAULTS = {
         "if False:",
         CASES["an offset, rounded once"],
     ),
-    "the sum is not rounded": (
-        "return total.astype(jnp.float32)",
-        "return x.astype(jnp.float32) + 1.05 * added",
+    "more is added than there is": (
+        "return (x.astype(jnp.float32) + added).astype(dtype)",
+        "return (x.astype(jnp.float32) + 1.05 * added).astype(dtype)",
         MIXED,
     ),
     "only what is added is normed": (
-        "    return total.astype(jnp.float32)",
-        "    return added",
+        "return (x.astype(jnp.float32) + added).astype(dtype)",
+        "return added.astype(dtype)",
         MIXED,
     ),
     "what is added is whole": (
@@ -217,6 +217,10 @@ FAULTS = {
         MIXED_CODES,
     ),
 }
+
+
+def test_every_fault_fits_its_source():
+    fit([("norm_codes", *fault) for fault in FAULTS.values()])
 
 
 @pytest.mark.parametrize("fault", mutants(*FAULTS))
