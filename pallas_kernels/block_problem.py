@@ -224,6 +224,16 @@ def block_config(
     return BlockConfig(rows, 1, cores // cluster, cluster=cluster)
 
 
+def fixed_config(
+    x: BlockCodes, matrices: tuple[BlockMatrix, ...], result: Result, cores: int = 132
+) -> BlockConfig:
+    """Return settings that are the same for all numbers of rows and channels, as is a row's order.
+
+    A contraction is not cut: what a device has of a matrix says how many items there are.
+    """
+    return BlockConfig(FEW_ROWS[-1], 1, cores)
+
+
 def cluster_of(items: int, steps: int, cores: int) -> int:
     """Return among how many thread blocks the contraction of few items is cut.
 

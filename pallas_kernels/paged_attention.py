@@ -6,7 +6,8 @@ units), which also clears the padding; then decode rows go to `decode` (split-K,
 which writes into the same output. A bucket that is divided without tiles does without the first.
 Both read the pools in place. They are two kernels because they
 need different shapes of thread block: two warpgroups of 64 full rows with 192 KB of shared memory
-there, and as many bytes in flight as possible for a few rows here.
+there, and as many bytes in flight as possible for a few rows here. With `KernelConfig.in_tiles`
+rows are tiles of a token, and the first kernel is alone: the same bits, however a token comes.
 """
 
 from jaxtyping import Array, Float
@@ -33,6 +34,9 @@ def ragged_paged_attention(
     numbers of q's type. Raises ValueError for what the kernels cannot do.
     """
     if work.prefill is None:
+        assert work.decode is not None
         return decode_attention(q, kv, work.decode, options, config.decode)
     out = prefill_attention(q, kv, work.prefill, options, config.prefill)
+    if work.decode is None:
+        return out
     return decode_attention(q, kv, work.decode, options, config.decode, out=out)

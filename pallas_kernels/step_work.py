@@ -13,6 +13,8 @@ class KernelConfig(NamedTuple):
 
     prefill: PrefillConfig = PrefillConfig()
     decode: DecodeConfig = DecodeConfig()
+    # Every token is of a tile, decode rows, too: both kernels cut keys and add up in other orders.
+    in_tiles: bool = False
 
 
 DEFAULT_CONFIG = KernelConfig()
@@ -22,7 +24,7 @@ class StepWork(NamedTuple):
     """Who computes what in one step: int32 NumPy arrays on the host, JAX arrays inside the step."""
 
     prefill: PrefillWork | None  # None: every token of the bucket may be a decode row
-    decode: DecodeWork
+    decode: DecodeWork | None  # None: no token of the engine's steps is a decode row
 
 
 def divide_step(
@@ -43,6 +45,8 @@ def divide_step(
     is for `PrefillConfig.fixed_rounds`.
     """
     tiles = None
+    if config.in_tiles:
+        sequences = sequences._replace(num_decodes=0)
     if num_tokens is not None:
         tiles = divide_prefill(
             sequences,
@@ -52,6 +56,8 @@ def divide_step(
             max_context=max_context,
             config=config.prefill,
         )
+    if config.in_tiles:
+        return StepWork(tiles, None)
     return StepWork(
         tiles,
         divide_decode(

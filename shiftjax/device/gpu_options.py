@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from shiftjax.arch.numerics import Numerics
 from shiftjax.options import ConfigError, xla_options
 from shiftjax.parallel.grid import Device
 
@@ -34,15 +33,6 @@ ONE_GRAPH: Mapping[str, str] = MappingProxyType(
         KERNEL_SUMS: "COLLECTIVE_KERNEL_ALL_REDUCE",
     }
 )
-
-
-def check_strict(device: Device, numerics: Numerics) -> None:
-    """Raise ConfigError for strict numerics where products depend on how many rows they have."""
-    if numerics.is_strict and device.platform != "cpu":
-        words = "products there choose their tiles by the number of rows"
-        raise ConfigError(
-            [f"numerics = {numerics.name} cannot be had on {device.device_kind}: {words}; use fast"]
-        )
 
 
 def gpu_options(device: Device, setting: str) -> dict[str, str]:
@@ -96,7 +86,7 @@ def _is_known(device: Device, name: str, item: str) -> bool:
     return reason is None
 
 
-def refusal(device: Device, name: str, value: str) -> str | None:
+def refusal(device: Device, name: str, value: str | int) -> str | None:
     """Compile nearly nothing with an option; return why XLA refuses it, None if it does not."""
     number = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
     try:

@@ -13,7 +13,7 @@ from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.choosers import expert_modes_of
-from shiftjax.device.gpu_options import check_strict, gpu_options
+from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.joined import JOINED_ON
 from shiftjax.device.mesh import group_mesh, joined_mesh, own_devices
@@ -25,6 +25,7 @@ from shiftjax.device.programs import Program, Progress, compile_programs
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.sampling import sample
 from shiftjax.device.step import StepDef
+from shiftjax.device.strict import Chosen, check_strict
 from shiftjax.fleet.mover_device import DeviceMover
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.models.attention_backend import AttentionBackend, AttentionNeeds, choose_attention
@@ -32,7 +33,12 @@ from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.gpu_software import records_slices
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.product_backend import XLA_CODES, CodeShape, choose_products
+from shiftjax.models.product_backend import (
+    XLA_CODES,
+    CodeShape,
+    choose_products,
+    fixed_products,
+)
 from shiftjax.models.sum_backend import SumNeeds, SumShape, choose_sums
 from shiftjax.parallel.grid import Device, Group, Mode
 from shiftjax.routing.counts_device import counted_steps
@@ -86,7 +92,6 @@ def define_steps(
     found: dict[Group, StepDef] = {}
     own = own_devices(devices)[0]
     options = gpu_options(own, deployment.gpu_options)
-    check_strict(own, deployment.of_numerics)
     for width, of_width in deployment.by_width.items():
         layout, grid, size = of_width.layout, of_width.grid, of_width.block_size
         attention = attention_of(of_width, own, check)
@@ -95,7 +100,7 @@ def define_steps(
         how = layout, of_width.formats, own, attention.name
         products = choose_products(*how, try_plain)
         if of_width.of_numerics.is_strict:
-            products = products._replace(few_tokens=0)
+            products = fixed_products(products, own)
         groups = grid.groups(width)
         meshes = {group: group_mesh(devices, grid, group) for group in groups}
         try_sums = None if check is None else partial(_try_sums, of_width, check)
@@ -111,6 +116,8 @@ def define_steps(
         )
         gives_codes = products.codes.name != XLA_CODES.name
         norms = choose_norms(layout, of_width.formats, attention.name, gives_codes=gives_codes)
+        chosen = Chosen(attention, norms, products)
+        check_strict(own, of_width.of_numerics, layout.model, of_width.formats, chosen)
         model = define(layout, of_width.formats)
         is_joined = own.platform in JOINED_ON and records_slices()
         loops = experts.name == XLA_EXPERTS.name
@@ -148,7 +155,10 @@ def attention_of(
     dtypes = FORMATS[formats.activations].dtype, FORMATS[formats.kv].dtype
     has_drafts = deployment.drafts.speculation != "none"
     largest = max(of_width.block_size for of_width in deployment.by_width.values())
-    needs = AttentionNeeds(deployment.is_deterministic, has_drafts, deployment.attention, largest)
+    is_strict = deployment.of_numerics.is_strict
+    needs = AttentionNeeds(
+        deployment.is_deterministic, has_drafts, deployment.attention, largest, is_strict
+    )
     chosen = []
     for own in layouts_by_heads(layout):
         shape = shape_of(own, formats, size, deployment.buckets[-1], deployment.is_deterministic)

@@ -43,6 +43,7 @@ from shiftjax.device.place import ModelDef
 from shiftjax.device.pool import as_stored, in_shape
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.sampling_inputs import RowMasks, SamplingInputs, VocabSplit
+from shiftjax.device.strict import strict_options
 from shiftjax.models.attention import AttentionMetadata, ModelPools, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
@@ -62,10 +63,6 @@ COMPILER_OPTIONS = {
     "gpu": {},  # and those of the setting `gpu_options`
     "tpu": {},
 }
-
-# A program rounds where it says so: XLA would keep float32 inside of fusions, which programs of
-# other modes and sizes have elsewhere.
-STRICT_OPTIONS = {"xla_allow_excess_precision": False}
 
 # Of `RowMasks`: all devices split what has an entry for each token.
 TABLE_SPECS = vocab_spec(), replicated_spec(), replicated_spec(), vocab_spec()
@@ -212,8 +209,9 @@ class StepDef:
         hidden = self.hidden(mode, packing.num_tokens)
         step = jax.jit(self.function(mode, packing), donate_argnums=1)
         lowered = step.lower(params, pools, last_tokens, flat, tables, *hidden)
-        options = COMPILER_OPTIONS[self.platform] | self.gpu_options
-        options |= STRICT_OPTIONS if self.numerics.is_strict else {}
+        options: dict[str, str | int] = {**COMPILER_OPTIONS[self.platform], **self.gpu_options}
+        if self.numerics.is_strict:
+            options |= strict_options(self.platform, self.layout, self.model.formats)
         return lowered.compile(compiler_options=options)
 
     def hidden(self, mode: Mode, num_tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:

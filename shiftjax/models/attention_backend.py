@@ -118,6 +118,7 @@ class AttentionNeeds(NamedTuple):
     drafts: bool = False  # sequences may have several rows
     wanted: Literal["auto", "pallas", "xla"] = "auto"  # the setting `attention`
     largest_block: int = 1  # tokens, of all groups that a sequence may come to
+    in_tiles: bool = False  # and whether it is a decode: of kernels there is one for all
 
 
 NO_NEEDS = AttentionNeeds()
@@ -141,10 +142,11 @@ def choose_attention(
     Raises:
         ConfigError: `wanted` are the kernels, and they cannot be had.
     """
-    deterministic, drafts, wanted, largest_block = needs
+    deterministic, drafts, wanted, largest_block, in_tiles = needs
     reason = "the setting attention = xla" if wanted == "xla" else why_not(device)
     if reason is None:
-        kernels, is_tuned = tuned_attention(layout, device, block_size, deterministic)
+        own = layout, device, block_size, deterministic
+        kernels, is_tuned = tuned_attention(*own, in_tiles=in_tiles)
         reason = _why_not_traced(kernels, layout, *dtypes, block_size)
         if reason is None and check is not None:
             reason = check()
@@ -214,10 +216,16 @@ def why_not(device: Device) -> str | None:
 
 
 def tuned_attention(
-    layout: Layout, device: Device, block_size: int, deterministic: bool
+    layout: Layout,
+    device: Device,
+    block_size: int,
+    deterministic: bool,
+    *,
+    in_tiles: bool = False,
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
     config, is_tuned = tuned_config(layout, device, block_size, deterministic)
+    config = config._replace(in_tiles=in_tiles)
     if layout.position_ways > 1 or layout.model.latent is not None:
         return position_attention(layout, config, block_size), is_tuned
     return pallas_attention(layout, config, block_size), is_tuned
@@ -319,6 +327,8 @@ def pallas_attention(
     reads = decode_work.LEAST_ROUNDS * config.decode.kv_tile * workers
     if config.decode.fixed_rounds is not None:
         reads = 0  # a prompt's tokens are always tiles: what a row gives differs in the last bits
+    if config.in_tiles:
+        reads = None  # no bucket has rows alone
     own = divide, divide_rows, attend, attend_rows, write, reads
     return AttentionBackend("pallas", *own, enter=pallas_entry(interpret))
 

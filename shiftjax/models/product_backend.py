@@ -69,6 +69,7 @@ class ProductBackend(NamedTuple):
 XLA_CODES = ProductBackend("xla", lambda *_: None, lambda *_: None)
 
 
+MOST_CUT = 64  # tokens: more fill the chip
 FEW_TOKENS = 16  # with as many, a sum for each block is cheaper than turning widened codes
 
 
@@ -79,6 +80,7 @@ class Products(NamedTuple):
     codes: ProductBackend = XLA_CODES  # of e4m3
     plain: ProductBackend = XLA_CODES  # of numbers of 16 bits
     few_tokens: int = FEW_TOKENS  # XLA sums blocks of codes one by one; 0: all at once
+    most_cut: int = MOST_CUT  # XLA's contraction may be cut for a kernel behind it; 0: never
 
 
 XLA_PRODUCTS = Products()
@@ -178,12 +180,35 @@ def in_plain_blocks(values: jax.Array) -> jax.Array | None:
     return None if block is None else values.reshape(-1, block, values.shape[1])
 
 
-def pallas_codes(device: Device, *, interpret: Any = False) -> ProductBackend:
-    """Return the kernels. `interpret` is for tests alone."""
-    from pallas_kernels.block_problem import BlockCodes, BlockMatrix, Result, block_config
+def fixed_products(products: Products, device: Device) -> Products:
+    """Return products that give a row the same bits whatever the other rows, and in every mode.
+
+    The kernels of codes have one tile and one split for all sizes. XLA multiplies numbers, with the
+    options of strict steps (`device/strict.py`).
+    """
+    codes = products.codes
+    if codes.name == "pallas":
+        codes = pallas_codes(device, is_fixed=True)._replace(reason=codes.reason)
+    plain = products.plain
+    if plain.name == "pallas":
+        plain = XLA_CODES._replace(reason="numerics are strict")
+    return products._replace(codes=codes, plain=plain, few_tokens=0, most_cut=0)
+
+
+def pallas_codes(
+    device: Device, *, is_fixed: bool = False, interpret: Any = False
+) -> ProductBackend:
+    """Return the kernels, with tiles and splits by size or fixed. `interpret` is for tests."""
+    from pallas_kernels.block_problem import (
+        BlockCodes,
+        BlockMatrix,
+        Result,
+        block_config,
+        fixed_config,
+    )
     from pallas_kernels.block_product import block_product, wrong_block
 
-    config = block_config
+    config = fixed_config if is_fixed else block_config
     if cores := getattr(device, "core_count", None):  # not every device says
         config = functools.partial(config, cores=cores)
 

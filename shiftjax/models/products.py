@@ -40,7 +40,6 @@ from shiftjax.parallel.blocks import BLOCK
 CODE = jnp.float8_e4m3fn
 LARGEST_CODE = float(jnp.finfo(CODE).max)
 LEAST_SCALED = 1e-20  # what is smaller than this in all of a block becomes zeros
-MOST_FEW = 64  # tokens, with which a contraction may be cut for a kernel behind the product
 CORES = 132  # multiprocessors: as many parts are worth it
 
 
@@ -279,7 +278,7 @@ def project_parts(
         own = tuple((matrix.values, None) for matrix in matrices)
         if (out := products.plain.parts((plain, None), own, out_type)) is None:
             joined = jnp.concatenate([each.values for each in matrices])
-            return Projected((_split_numbers(plain, joined),))
+            return Projected((_split_numbers(plain, joined, products.most_cut),))
     elif _are_alike(x, matrices):
         x = codes_for(x, matrices[0])
         out = products.codes.parts(x, tuple(matrix.coded for matrix in matrices), out_type)
@@ -288,14 +287,18 @@ def project_parts(
     return Projected(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
 
 
-def _split_numbers(x: Float[Array, "tokens in"], weight: Float[Array, "out in"]) -> Array:
+def _split_numbers(
+    x: Float[Array, "tokens in"], weight: Float[Array, "out in"], most: int
+) -> Array:
     """Multiply by a matrix, whose contraction is cut where the product has few tokens and items.
+
+    Few are up to `most`.
 
     XLA cuts it, too, but adds the parts up at once, which is another launch before a kernel.
     """
     (tokens, inputs), outputs = x.shape, weight.shape[0]
     items, parts = Items(-(-outputs // PART), PART, inputs // PART), 1
-    if tokens <= MOST_FEW and inputs % PART == 0:
+    if tokens <= most and inputs % PART == 0:
         parts = parts_of(items, float(items.columns), CORES)
     if parts == 1:
         return jnp.einsum("ti,oi->to", x, weight)

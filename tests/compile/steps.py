@@ -25,6 +25,7 @@ from lean import greedy, greedy_collectives
 from serving.bench.thunks import Thunk, dumped_thunks, top_level
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats, formats_of
+from shiftjax.arch.numerics import NUMERICS, NumericsName
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, sampling_collectives, step_collectives
@@ -38,11 +39,11 @@ from shiftjax.device.pool import PoolOptions, abstract_pools
 from shiftjax.device.programs import abstract_inputs
 from shiftjax.device.sampling import SampleOutput, sample
 from shiftjax.device.step import StepDef
-from shiftjax.models.attention_backend import choose_attention, xla_attention
+from shiftjax.models.attention_backend import AttentionNeeds, choose_attention, xla_attention
 from shiftjax.models.attention_heads import by_heads, layouts_by_heads
 from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.norm_backend import choose_norms
-from shiftjax.models.product_backend import choose_products
+from shiftjax.models.product_backend import choose_products, fixed_products
 from shiftjax.models.sum_backend import SumBackend
 from shiftjax.parallel.grid import Device, Mode
 from shiftjax.parallel.layout import Layout
@@ -86,6 +87,7 @@ class Case(NamedTuple):
     experts_sp: int = 1  # experts are stored and used as in the mode that splits tokens so
     sums: str = "xla"  # or multimem; "one shot": that of models whose streams devices keep whole
     by_position: bool = False  # devices split positions of KV
+    numerics: NumericsName = "fast"
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
 
     @property
@@ -124,7 +126,8 @@ class Case(NamedTuple):
     def formats(self) -> Formats:
         """Of size "fp8" the matrices are codes, and so is the KV cache; else of a format's name."""
         own = {"bf16": Formats(), "fp8": Formats("fp8", "fp8")}
-        return own[self.size] if self.size in own else formats_of(self.size)
+        found = own[self.size] if self.size in own else formats_of(self.size)
+        return replace(found, sums=self.numerics)
 
     @property
     def kv_dtype(self) -> np.dtype:
@@ -232,14 +235,15 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     """Define the step of a case, with the attention that the engine chooses on these devices."""
     layout, pool = case.layout, case.pool
     mesh = make_mesh(devices, case.sp, case.tp)
-    dtypes = jnp.bfloat16, case.kv_dtype
+    dtypes, numerics = (jnp.bfloat16, case.kv_dtype), NUMERICS[case.numerics]
+    needs = AttentionNeeds(numerics.is_strict, in_tiles=numerics.is_strict)
     attention = (
         xla_attention(layout.model.head_dim, layout.model.windows, pool.block_size)
         if case.attention == "xla"
         else by_heads(
             layout.model,
             [
-                choose_attention(own, devices[0], dtypes, pool.block_size)
+                choose_attention(own, devices[0], dtypes, pool.block_size, needs)
                 for own in layouts_by_heads(layout)
             ],
         )
@@ -249,6 +253,8 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
     rows, size = case.bucket.rows, pool.block_size
     experts = choose_experts(layout.model, case.formats, devices[0], attention.name)
     products = choose_products(layout, case.formats, devices[0], attention.name)
+    if numerics.is_strict:
+        products = fixed_products(products, devices[0])
     weights = ModeWeights(model, layout, case.strategy, True, experts.name == XLA_EXPERTS.name)
     step = StepDef(
         weights,
@@ -264,6 +270,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
             layout, case.formats, attention.name, gives_codes=products.codes.name == "pallas"
         ),
         sums=SUMS.get(case.sums, SumBackend(case.sums)),
+        numerics=numerics,
         sampler=case.sampler,
     )
     return step, pool

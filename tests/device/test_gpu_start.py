@@ -1,6 +1,7 @@
 """What a start does, on GPUs above all: on virtual devices that pass for GPUs."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -9,15 +10,22 @@ import pytest
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.numerics import NUMERICS
+from shiftjax.arch.presets import PRESETS
 from shiftjax.core.policies import make_policy
 from shiftjax.core.request import SamplingParams
+from shiftjax.device import strict
 from shiftjax.device.all_reduces import all_reduce_kinds, warn_of_slow_all_reduces
-from shiftjax.device.gpu_options import check_strict
 from shiftjax.device.programs import CompileCounter, trial_step
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.device.step import StepDef
+from shiftjax.device.strict import Chosen
+from shiftjax.models.attention_backend import xla_attention
+from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
+from shiftjax.models.product_backend import XLA_CODES, Products
 from shiftjax.options import ConfigError
+from shiftjax.parallel.layout import Layout
 
 PROMPT = [5, 6, 7] * 4
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -83,12 +91,45 @@ def test_a_mode_that_is_not_compiled_is_no_reason_to_compile(uncached, monkeypat
     assert counter.count == 0
 
 
-def test_strict_numerics_are_for_cpus():
+KERNELS = Chosen(
+    xla_attention(128, (None,), 16)._replace(name="pallas"),
+    NormBackend("pallas"),
+    Products(codes=XLA_CODES._replace(name="pallas")),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "name"),
+    [
+        ({}, KERNELS._replace(attention=xla_attention(128, (None,), 16)), "attention as xla"),
+        ({}, KERNELS._replace(norms=XLA_NORMS), "norms as xla"),
+        ({}, KERNELS._replace(products=Products()), "products of codes that XLA multiplies"),
+        ({"rope_interleaved": True}, KERNELS, "heads that XLA makes: neighbours"),
+        ({"experts": PRESETS["qwen3-30b-a3b"].experts}, KERNELS, "the experts of"),
+        ({}, KERNELS, ""),
+    ],
+)
+def test_strict_numerics_on_gpus_need_kernels_of_one_tile(monkeypatch, model, chosen, name):
     gpu = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100")
-    check_strict(jax.devices()[0], NUMERICS["invariant"])
-    check_strict(gpu, NUMERICS["float32"])
-    with pytest.raises(ConfigError, match="numerics = invariant cannot be had on NVIDIA H100"):
-        check_strict(gpu, NUMERICS["invariant"])
+    how = replace(PRESETS["llama-8b"], **model), Formats("fp8"), chosen
+    monkeypatch.setattr(strict, "refusal", lambda *_: None)
+    strict.check_strict(jax.devices()[0], NUMERICS["invariant"], *how)
+    strict.check_strict(gpu, NUMERICS["float32"], *how)
+    if not name:
+        strict.check_strict(gpu, NUMERICS["invariant"], *how)
+        monkeypatch.setattr(strict, "refusal", lambda _, name, value: f"no {name}")
+        name = "this version of XLA: no xla_gpu_override_gemm_autotuner"
+    words = f"numerics = invariant cannot be had on NVIDIA H100 with {name}"
+    with pytest.raises(ConfigError, match=words):
+        strict.check_strict(gpu, NUMERICS["invariant"], *how)
+
+
+@pytest.mark.parametrize(("name", "tp", "tile"), [("llama-70b", 8, 128), ("smollm2-135m", 1, 64)])
+def test_channels_that_are_joined_are_whole_tiles(name, tp, tile):
+    layout = Layout(PRESETS[name], 1, tp)
+    options = strict.strict_options("gpu", layout, Formats())
+    assert options[strict.TILE] == strict.TILES[tile]
+    assert strict.TILE not in strict.strict_options("cpu", layout, Formats())
 
 
 def test_on_a_cpu_small_programs_run_before_traffic(monkeypatch):

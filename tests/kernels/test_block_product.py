@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from attention_cases import interpreted
 from block_cases import FP8, Case, make, run, worst
 from spent import quick
 
-from pallas_kernels.block_problem import BlockCodes, BlockConfig, BlockMatrix, Result, block_config
+from pallas_kernels.block_problem import (
+    BlockCodes,
+    BlockConfig,
+    BlockMatrix,
+    Result,
+    block_config,
+    fixed_config,
+)
 from pallas_kernels.block_product import block_product, wrong_block
 from pallas_kernels.gates import GELU_TANH, SILU, Gate
 
@@ -76,6 +84,22 @@ def test_neither_tiles_nor_other_tokens_change_a_bit():
     alone = run(case._replace(rows=64), part)
     assert (alone.values.view("u1") == whole.values[:7].view("u1")).all()
     assert (alone.scale == whole.scale[:, :7]).all()
+
+
+@pytest.mark.costs(6)
+def test_fixed_settings_do_not_depend_on_rows_or_on_how_a_mode_splits_channels():
+    case = Case(72, 512, (256,))
+    made = make(case)
+    (matrix,), x = made.matrices, made.x
+    half = BlockMatrix(matrix.values[:128], matrix.scale[:128])
+    few = BlockCodes(x.values[:3], x.scale[:, :3])
+    configs = {fixed_config(*each, case.result) for each in ((x, (matrix,)), (few, (half,)))}
+    assert configs == {BlockConfig(64)} != {block_config(few, (half,), case.result)}
+    (config,) = configs
+    small = config._replace(num_blocks=2, stages=2)
+    whole = interpreted(lambda x: block_product(x, (matrix,), case.result, small), x)
+    part = interpreted(lambda x: block_product(x, (half,), case.result, small), few)
+    assert (part == whole[:3, :128]).all()
 
 
 def shapes(tokens: int, outs: tuple[int, ...], inputs: int) -> tuple:

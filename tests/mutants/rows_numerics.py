@@ -25,8 +25,8 @@ ROWS = (
         BITS, "base and shift differ in their last bits",
     ),
     Mutant(
-        "XLA keeps float32 where it likes", "numerics", "shiftjax/device/step.py",
-        '{"xla_allow_excess_precision": False}', '{"xla_allow_excess_precision": True}',
+        "XLA keeps float32 where it likes", "numerics", "shiftjax/device/strict.py",
+        '"cpu": {"xla_allow_excess_precision": False}', '"cpu": {}',
         BITS, "a program of another size rounds elsewhere",
     ),
     Mutant(
@@ -44,6 +44,23 @@ ROWS = (
         "probabilities are summed by device", "numerics", "shiftjax/device/sampling.py",
         "if self.parallel.numerics.is_strict:", "if False:",
         BITS, "a wider group of a fleet has another normaliser",
+    ),
+    Mutant(
+        "contractions of codes are cut as items are few", "numerics",
+        "pallas_kernels/block_problem.py",
+        "return BlockConfig(FEW_ROWS[-1], 1, cores)", "return block_config(x, matrices, result)",
+        ("tests/kernels/test_block_product.py",), "a mode with less of a matrix adds up otherwise",
+    ),
+    Mutant(
+        "on GPUs decodes attend by a kernel of their own", "numerics",
+        "pallas_kernels/step_work.py",
+        "sequences = sequences._replace(num_decodes=0)", "pass",
+        ("tests/kernels/test_decode_invariance.py",), "decoded tokens are not computed at all",
+    ),
+    Mutant(
+        "XLA chooses tiles of products by their rows", "numerics", "shiftjax/device/strict.py",
+        "if TILE in options:", "if options.pop(TILE, None) is None:",
+        ("tests/device/test_gpu_start.py",), "a row has other bits beside more rows",
     ),
     Mutant(
         "a step may have a single row", "numerics", "shiftjax/arch/numerics.py",
