@@ -29,6 +29,10 @@ class Numerics(NamedTuple):
 
 
 LEAST_ROWS = 8
+WIDE_BYTES = 4  # of a partial product that is not rounded
+# On GPUs products of strict numerics have one tile: of so many rows and channels, where that suits
+# (`device/strict.py`), and rows of codes (`pallas_kernels/block_problem.py`).
+GPU_TILE, GPU_TILE_OF_CODES = 128, 64
 FAST = Numerics("fast", is_wide=False)
 NUMERICS: Mapping[str, Numerics] = MappingProxyType(
     {

@@ -2,6 +2,7 @@
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.kernel_costs import KernelCosts, Product
+from shiftjax.costs.leaf_part import row_product
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
@@ -11,11 +12,11 @@ def attention_products(
 ) -> tuple[float, int]:
     """(seconds, kernels) of all of them with `rows` tokens on the device."""
     heads, columns = layout.attention_columns(mode, parts.num_kv)
-    out = kernels.product(rows, heads, layout.model.hidden_size)
+    out, num_out = row_product(kernels, layout, mode, rows, heads)
     if layout.model.latent is None:
-        return kernels.product(rows, layout.model.hidden_size, columns) + out, 2
+        return kernels.product(rows, layout.model.hidden_size, columns) + out, 1 + num_out
     seconds, num_kernels = _latent_products(kernels, layout, mode, rows)
-    return seconds + out, num_kernels + 1
+    return seconds + out, num_kernels + num_out
 
 
 def _latent_products(

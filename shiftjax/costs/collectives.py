@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.numerics import NumericsName
+from shiftjax.arch.numerics import WIDE_BYTES, NumericsName
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
@@ -16,7 +16,6 @@ from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
 Kind = Literal["all-reduce", "all-to-all", "all-gather", "reduce-scatter"]
-WIDE_BYTES = 4  # of a number of a sum that is not rounded before
 SQUARES = 8  # bytes of a token's sums of squares of queries and of keys, for norms of all heads
 GUESS_BYTES = 20  # of a device: its best id, how good that is, and what sums to a probability
 FLAG_BYTES = EXPERT_BYTES = 4  # whether the exchange of a layer has room; an expert's number

@@ -12,6 +12,7 @@ from pallas_kernels.decode_work import groups_of
 from pallas_kernels.grouped_split import Items, count_parts, products_of, reading_share
 from shiftjax.arch.cache import CacheSpec
 from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.numerics import GPU_TILE, GPU_TILE_OF_CODES, NUMERICS
 from shiftjax.costs.expert_load import Load
 from shiftjax.costs.machine import ANY, Machine, of_format
 from shiftjax.costs.work import Work
@@ -40,6 +41,19 @@ def matmul_seconds(
         * (2 * height * machine.tile_columns * inner / rate + machine.tile_seconds)
         for height in machine.tile_rows
     )
+
+
+def fixed_seconds(machine: Machine, product: "Product", fmt: str, num_bytes: int) -> float:
+    """Compute time of a product whose tiles have one size, whatever is multiplied.
+
+    Each tile reads its rows and channels, numbers of so many bytes, out of the L2 cache.
+    """
+    rows, inner, columns, count = product
+    height = GPU_TILE if num_bytes > 1 else GPU_TILE_OF_CODES
+    tiles = math.ceil(rows / height) * -(-columns // GPU_TILE) * count
+    read = tiles * (height + GPU_TILE) * inner * num_bytes / machine.l2_bytes_per_second
+    machine = replace(machine, tile_rows=(height,), tile_columns=GPU_TILE)
+    return max(read, matmul_seconds(machine, rows, inner, columns, fmt, count))
 
 
 def expert_numbers(pairs: float, num_tokens: int, per_token: int, hidden: int, inner: int) -> int:
@@ -92,6 +106,11 @@ class KernelCosts(NamedTuple):
     mixes_attention: bool = False
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether kernels have one tile for all sizes: those of GPUs where numerics are strict."""
+        return NUMERICS[self.formats.sums].is_strict and not self.machine.shared_cores
+
+    @property
     def memory_rate(self) -> float:
         """Bytes per second of what is read and written in order."""
         return self.machine.memory_bytes_per_second * self.machine.memory_efficiency
@@ -109,10 +128,13 @@ class KernelCosts(NamedTuple):
         """Seconds of reading and writing so many bytes, all in all."""
         return num_bytes / self.memory_rate * self.queueing
 
-    def product(self, rows: float, inner: int, columns: int) -> float:
-        """Seconds of a product with a weight of the layers that is no expert's."""
+    def product(self, rows: float, inner: int, columns: int, output: int = 0) -> float:
+        """Seconds of a product with a weight of the layers that is no expert's.
+
+        Results have `output` bytes; 0: as activations.
+        """
         sizes, stored = Product(rows, inner, columns), self.formats.dense
-        return self._product(sizes, stored, self._computed_in(stored))
+        return self._product(sizes, stored, self._computed_in(stored), output=output)
 
     def plain(self, product: Product) -> float:
         """Seconds of products with a weight in the activations' format, whatever others have."""
@@ -175,6 +197,8 @@ class KernelCosts(NamedTuple):
     ) -> float:
         rows, inner, columns, count = product
         computing = matmul_seconds(self.machine, rows, inner, columns, fmt, count) / share
+        if self.is_fixed:
+            computing = fixed_seconds(self.machine, product, fmt, int(FORMATS[fmt].num_bytes))
         width, output = FORMATS[stored].num_bytes, output or self.formats.activation_bytes
         own = self.formats.activation_bytes if FORMATS[stored].is_packed else width  # of inputs
         num_bytes = inner * columns * width + rows * (inner * own + columns * output)
@@ -221,6 +245,10 @@ class KernelCosts(NamedTuple):
             lanes=machine.attention_lanes,
             split=split,
             state=self.moved(query_heads * (value_dim or head_dim) * ROUND_BYTES),
+            whole=2 * machine.attention_tile_rows * width * machine.compute_units / peak
+            if self.is_fixed
+            else 0.0,
+            pieces=cache.numbers / width / machine.compute_units,
         )
 
 
@@ -258,6 +286,8 @@ class AttentionCosts(NamedTuple):
     decode_rows: int = 0  # of a tile that a decode takes in steps with prompts; 0: none of theirs
     split: Split = NOT_SPLIT
     state: float = 0.0  # of a token's softmax, in a round of what is gathered
+    whole: float = 0.0  # of a token that a decode's tile sees; 0: contexts of decodes are cut
+    pieces: float = 0.0  # tiles of a decode on a multiprocessor: one for each key of a token
 
     def seconds(self, work: Work, num_rows: int) -> float:
         """Of decodes and chunks, one after the other: each is bound by reading or computing.
@@ -269,7 +299,11 @@ class AttentionCosts(NamedTuple):
         if not (work.context_tokens or work.attention_pairs):
             return 0.0
         pair = self.pair * max(1, self.decode_rows) if work.attention_pairs else self.pair
-        seconds = self.fixed + work.context_tokens * max(self.read, pair)
+        reading = work.context_tokens * max(self.read, pair)
+        if self.whole and work.num_decodes:
+            mean = work.context_tokens / work.num_decodes
+            reading = max(reading, math.ceil(work.num_decodes * self.pieces) * mean * self.whole)
+        seconds = self.fixed + reading
         if self.round and work.context_tokens:
             lanes = max(1, min(num_rows, self.lanes))
             seconds += math.ceil(work.context_tokens / (lanes * self.round_tokens)) * self.round

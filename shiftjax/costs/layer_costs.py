@@ -16,6 +16,7 @@ from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, 
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
 from shiftjax.costs.layer_launches import Widths, moved_bytes
+from shiftjax.costs.leaf_part import row_product
 from shiftjax.costs.levels import collective_seconds
 from shiftjax.costs.machine import EngineOverhead
 from shiftjax.costs.switch_sums import switch_sums
@@ -140,14 +141,16 @@ class LayerCosts:
             seconds += self.kernels.product(rows, hidden, own)
             seconds += self.kernels.product(rows, own, hidden)
         if part is None or config.experts is None:
-            return seconds + self._mlp(rows, self._mlp_width(parts, t)), num_kernels + 2
+            mlp, num_mlp = self._mlp(mode, rows, self._mlp_width(parts, t))
+            return seconds + mlp, num_kernels + num_mlp
         seconds += part.products
         num_kernels += ROUTED_KERNELS + part.num_kernels
         beside = layout.intermediate_size if config.experts.beside_mlp else 0
         for inner in (beside, layout.shared_intermediate_size):
             if inner:
-                seconds += self._mlp(rows, inner // t)
-                num_kernels += 2
+                mlp, num_mlp = self._mlp(mode, rows, inner // t)
+                seconds += mlp
+                num_kernels += num_mlp
         return seconds, num_kernels
 
     def _mlp_width(self, parts: LayerParts, ways: int) -> int:
@@ -157,9 +160,10 @@ class LayerCosts:
         whole = block_of_width(width) if has_blocks else 1
         return round_up(width, whole * self.layout.padded_for) // ways
 
-    def _mlp(self, rows: float, intermediate: int) -> float:
-        hidden, product = self.model.hidden_size, self.kernels.product
-        return product(rows, hidden, 2 * intermediate) + product(rows, intermediate, hidden)
+    def _mlp(self, mode: Mode, rows: float, intermediate: int) -> tuple[float, int]:
+        first = self.kernels.product(rows, self.model.hidden_size, 2 * intermediate)
+        down, num_down = row_product(self.kernels, self.layout, mode, rows, intermediate)
+        return first + down, 1 + num_down
 
     def _elementwise_seconds(
         self, mode: Mode, num_tokens: int, parts: LayerParts, part: ExpertPart | None

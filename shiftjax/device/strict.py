@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.numerics import Numerics
+from shiftjax.arch.numerics import GPU_TILE, Numerics
 from shiftjax.device.gpu_options import refusal
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.entry_backend import why_not_traced
@@ -27,7 +27,7 @@ from shiftjax.parallel.layout import Layout
 # of 64 it asks that by itself. Four stages of both, and of three matrices, fit in shared memory.
 TILES: Mapping[int, str] = MappingProxyType(
     {
-        128: "block_m:128 block_n:128 block_k:32 num_stages:4 num_warps:8 num_ctas:1",
+        GPU_TILE: "block_m:128 block_n:128 block_k:32 num_stages:4 num_warps:8 num_ctas:1",
         64: "block_m:64 block_n:64 block_k:64 num_stages:4 num_warps:4 num_ctas:1",
     }
 )
