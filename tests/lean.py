@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from shiftjax.costs.collectives import PAIR_BYTES, Collective
+from shiftjax.arch.numerics import NumericsName
+from shiftjax.costs.collectives import Collective, logprob_collective
 from shiftjax.device import groups, sampling
 from shiftjax.device.sampling import SampleOutput
 from shiftjax.device.sampling_inputs import ALL_ALLOWED, SamplingInputs
@@ -51,11 +52,12 @@ def greedy(
     )
 
 
-def greedy_collectives(layout: Layout, num_rows: int) -> list[Collective]:
+def greedy_collectives(
+    layout: Layout, num_rows: int, sums: NumericsName = "fast"
+) -> list[Collective]:
     """What `greedy` moves beside each device's best tokens: log-probabilities, in every step."""
-    size = layout.num_devices
-    is_alone = size == 1 or not layout.model.is_last_stage
-    return [] if is_alone else [Collective("all-reduce", size, num_rows * size * PAIR_BYTES, 1)]
+    is_alone = layout.num_devices == 1 or not layout.model.is_last_stage
+    return [] if is_alone else [logprob_collective(layout, num_rows, sums)]
 
 
 @contextmanager

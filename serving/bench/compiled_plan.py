@@ -280,7 +280,7 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
     experts = definition.experts_in(step.mode, bucket.tokens)
     moves = step_collectives(layout, step.mode, *sizes, formats, experts)
-    moves += sampling_collectives(layout, bucket.rows)
+    moves += sampling_collectives(layout, bucket.rows, sums=formats.sums)
     gathered = gathered_tokens(pool.block_size, GATHERED_TOKENS)
     moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)
     costs = cost_model(target, deployment)

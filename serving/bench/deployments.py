@@ -197,7 +197,7 @@ def predicted_bytes(step: "StepDef", mode: Mode, bucket: Bucket) -> int:
     gathered = gathered_tokens(step.block_size, GATHERED_TOKENS_ON_CPU)
     moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)
     if layout.model.is_last_stage:
-        moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1)
+        moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1, formats.sums)
         moves += guess_collectives(layout, bucket.seqs, formats.activation_bytes)
     if room_to_exchange(layout, mode, experts, bucket.tokens):  # beside it the way without room
         size = layout, mode, experts, bucket.tokens, formats.activation_bytes

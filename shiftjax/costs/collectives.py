@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.arch.formats import FORMATS, Formats
-from shiftjax.arch.numerics import WIDE_BYTES, NumericsName
+from shiftjax.arch.numerics import NUMERICS, WIDE_BYTES, NumericsName
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
 from shiftjax.parallel.grid import Mode, share_stride, strides
@@ -23,6 +23,7 @@ SAMPLE_BYTES = 12  # of a device for a row: its best id, how good that is, and w
 SCALE_BYTES = 4  # of a block of codes of a token
 STATE_BYTES = 4  # of each number of a softmax under way
 PAIR_BYTES = 8  # an id and a number; or a sum of exponentials and the chosen logit
+EXACT_BYTES = 16  # three limbs of such a sum, and the logit: of all devices together
 TOP_IDS = 20  # most likely tokens that a row may ask for
 THRESHOLD_BITS = 30  # of top_k's and of top_p's, which the sampler finds a digit at a time
 DIGIT_BITS, DIGIT_BITS_ON_CPU = 5, 2  # where a masked sum costs more than one over devices
@@ -251,15 +252,26 @@ def row_collectives(
     return [move for move in moves if move.num_devices > 1]
 
 
+def logprob_collective(layout: Layout, num_rows: int, sums: NumericsName = "fast") -> Collective:
+    """What log-probabilities take: a pair of every device, or, if `sums` are strict, four sums."""
+    size = layout.num_devices
+    num_bytes = EXACT_BYTES if NUMERICS[sums].is_strict else size * PAIR_BYTES
+    return Collective("all-reduce", size, num_rows * num_bytes, 1)
+
+
 def sampling_collectives(
-    layout: Layout, num_rows: int, digit_bits: int = DIGIT_BITS, num_digits: int | None = None
+    layout: Layout,
+    num_rows: int,
+    digit_bits: int = DIGIT_BITS,
+    num_digits: int | None = None,
+    sums: NumericsName = "fast",
 ) -> list[Collective]:
     """What the branches of a sampler move where some row asks for more than its best token.
 
     Each draw takes one pair of every device, and after edits another; top_k and top_p together
     the sum of all weights, a sum for each digit of each threshold (in a program with loops,
-    `num_digits`), and for top_p what top_k has left. Log-probabilities take a pair, and the most
-    likely tokens a pair for each.
+    `num_digits`), and for top_p what top_k has left. The most likely tokens take a pair for each,
+    log-probabilities what `logprob_collective` says.
     """
     size = layout.num_devices
     if size == 1 or not layout.model.is_last_stage:
@@ -268,7 +280,8 @@ def sampling_collectives(
     num_top = min(TOP_IDS, layout.model.vocab_size, layout.vocab_size // size)
     pairs = num_rows * size * PAIR_BYTES
     return [
-        Collective("all-reduce", size, pairs, 4),  # edits, draws with thresholds and without; logs
+        Collective("all-reduce", size, pairs, 3),  # edits, draws with thresholds and without
+        logprob_collective(layout, num_rows, sums),
         Collective("all-reduce", size, pairs * num_top, 1),
         Collective("all-reduce", size, num_rows * 2 * 4, 1),
         Collective("all-reduce", size, num_rows * ((1 << digit_bits) - 1) * 4, 2 * digits),

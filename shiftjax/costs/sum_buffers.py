@@ -60,7 +60,7 @@ def sum_buffer_bytes(
         for mode in modes
         for move in (
             *step_collectives(layout, mode, *bucket[:2], formats, experts(mode, bucket.tokens)),
-            *sampling_collectives(layout, bucket.rows),
+            *sampling_collectives(layout, bucket.rows, sums=formats.sums),
         )
         if move.kind == "all-reduce"
     )

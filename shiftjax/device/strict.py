@@ -104,6 +104,8 @@ def _problems(
         yield f"norms as {norms.name}: {norms.reason}"
     if model.experts is not None:
         yield f"the experts of {model.name}: tiles and splits follow the tokens of a step"
+    if model.num_late_layers:
+        yield f"the late layers of {model.name}: their rows attend in another kernel"
     has_codes = formats.has_codes_of_inputs and not FORMATS[formats.weights].of_experts
     codes = products.codes
     if has_codes and (codes.name != "pallas" or codes.reason):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.prefill_work import PrefillConfig
 from pallas_kernels.rows import Sequences
 from pallas_kernels.step_work import KernelConfig
 from pallas_kernels.window import Window
@@ -225,7 +226,9 @@ def tuned_attention(
 ) -> tuple[AttentionBackend, bool]:
     """Return the kernels with the best settings known, and whether they are for this device."""
     config, is_tuned = tuned_config(layout, device, block_size, deterministic)
-    config = config._replace(in_tiles=in_tiles)
+    if in_tiles:  # the same rounds whatever blocks a group has
+        prefill = PrefillConfig(num_blocks=config.prefill.num_blocks, fixed_rounds=0)
+        config = config._replace(prefill=prefill, in_tiles=True)
     if layout.position_ways > 1 or layout.model.latent is not None:
         return position_attention(layout, config, block_size), is_tuned
     return pallas_attention(layout, config, block_size), is_tuned

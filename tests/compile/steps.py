@@ -282,7 +282,7 @@ _options = functools.cache(gpu_options)  # as the engine asks for them, once
 def sampler_collectives(one: CompiledStep) -> list[Collective]:
     """What its sampler moves beside the best tokens."""
     more = greedy_collectives if one.case.sampler is greedy else sampling_collectives
-    return more(one.step.layout, one.case.bucket.rows)
+    return more(one.step.layout, one.case.bucket.rows, sums=one.case.numerics)
 
 
 def predicted_moves(one: CompiledStep) -> list[Collective]:

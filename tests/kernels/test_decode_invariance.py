@@ -52,7 +52,9 @@ CHUNKS = Case(((21, 150), (1, 40)))  # of the first the tile of 32 tokens is not
 IN_TILES = KernelConfig(PrefillConfig(64, 2, 2, fixed_rounds=0), FIXED, in_tiles=True)
 
 
-def attend_some(step: Step, new: list[int], contexts: list[int], config: KernelConfig):
+def attend_some(
+    step: Step, new: list[int], contexts: list[int], config: KernelConfig, case: Case = CHUNKS
+) -> np.ndarray:
     """Run a step of the first sequences' tokens before `contexts`; `new` of them are decodes if 1.
 
     Returns [tokens, heads, head_dim], those of a sequence after those of the one before.
@@ -63,27 +65,31 @@ def attend_some(step: Step, new: list[int], contexts: list[int], config: KernelC
     kv = step.kv._replace(block_tables=step.kv.block_tables[: len(new)], seq_lens=lens)
     starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
     num_decodes = new.count(1) if new[0] == 1 else 0
-    heads = CHUNKS.q_per_kv * CHUNKS.kv_heads, CHUNKS.kv_heads
+    heads = case.q_per_kv * case.kv_heads, case.kv_heads
     tokens = -(-len(picked) // 8) * 8
-    work = divide_step(
-        Sequences(lens, starts, num_decodes), num_tokens=tokens, heads=heads, config=config
-    )
+    own = {"num_tokens": tokens, "heads": heads, "window": case.window}
+    work = divide_step(Sequences(lens, starts, num_decodes), **own, config=config)
     q = np.zeros((tokens, *step.q.shape[1:]), step.q.dtype)
     q[: len(picked)] = np.asarray(step.q)[picked]
 
     def run(*arrays):
-        return ragged_paged_attention(*arrays, options_of(CHUNKS), config)
+        return ragged_paged_attention(*arrays, options_of(case), config)
 
     return interpreted(run, q, kv, work)[: len(picked)]
 
 
 @pytest.mark.costs(12)
-def test_in_tiles_a_decode_has_the_bits_of_its_token_in_a_chunk():
-    """The 13th token before the end of a chunk: in it, at the end of a shorter one, decoded."""
-    step = make_step(CHUNKS)
-    whole = attend_some(step, [21, 1], [150, 40], IN_TILES)
+@pytest.mark.parametrize("window", [None, pytest.param(70, marks=pytest.mark.thorough)])
+def test_in_tiles_a_decode_has_the_bits_of_its_token_in_a_chunk(window):
+    """The 13th token before the end of a chunk: in it, at the end of a shorter one, decoded.
+
+    With a window a tile begins with tokens that the later of its rows do not see.
+    """
+    case = CHUNKS._replace(window=window)
+    step = make_step(case)
+    whole = attend_some(step, [21, 1], [150, 40], IN_TILES, case)
     for new in (3, 1):
-        part = attend_some(step, [new, 1], [138, 40], IN_TILES)
+        part = attend_some(step, [new, 1], [138, 40], IN_TILES, case)
         np.testing.assert_array_equal(part[new - 1], whole[21 - 13])
         np.testing.assert_array_equal(part[-1], whole[-1])
 
