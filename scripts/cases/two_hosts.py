@@ -1,6 +1,7 @@
 """One engine over two processes of this machine, compared with one process of as many devices.
 
     python scripts/bench.py two_hosts [--devices 4] [--experts] [--latents] [--split] [--quick]
+    python scripts/bench.py two_hosts --numerics invariant [--quick]
 
 Two processes of so many virtual CPU devices each make one mesh (gloo): the first schedules, the
 second repeats its calls, as `shiftjax serve --hosts 2` does. All run the same requests in random
@@ -9,7 +10,8 @@ all, and one that is given up. Then four sequences decode, for the time of a ste
 the cores, so the ratio says what talking costs here, and nothing of GPUs. Last, what a message
 takes for 1, 64 and 256 sequences of 512 blocks. With `--experts` the model has some, and both count
 which ones tokens choose; with `--latents` it caches these (MLA), too. With `--split` devices of
-both hosts split positions of KV.
+both hosts split positions of KV. With strict `--numerics` numbers are bfloat16, and
+log-probabilities are to have the same bits.
 """
 
 import argparse
@@ -21,11 +23,13 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from cases.load_kit import free_port
 
+from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.numerics import NUMERICS
 from shiftjax.arch.presets import PRESETS, preset
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
@@ -36,11 +40,12 @@ from shiftjax.hosts.calls import NOBODY, Recent, Step
 
 _FAMILY = {"architecture": "llama", "vocab_size": 200, "max_position_embeddings": 256}
 MODEL = preset("two hosts", _FAMILY, 64, 96, 2, 9, 3, 16)
+WIDE = preset("wide", _FAMILY | {"vocab_size": 256}, 128, 512, 2, 8, 4, 16)  # for strict numerics
 EXPERTS = replace(PRESETS["tiny-qwen2-moe"], vocab_size=200)
 LATENTS = replace(PRESETS["tiny-deepseek-v3"], vocab_size=200)
 SIZES: dict[str, Any] = {"max_model_len": 96, "block_size": 4, "token_buckets": (32,)}
 SIZES |= {"num_blocks": 26, "max_num_seqs": 4, "max_num_batched_tokens": 32}  # too few for all
-SETTINGS = SIZES | {"dtype": "float32", "cache_dir": "none", "speculation": "ngram", "tp": 2}
+SETTINGS = SIZES | {"cache_dir": "none", "speculation": "ngram", "tp": 2}
 SETTINGS["controls"] = {"prompt_lookup_min": 1, "fixed_drafts": True}
 OPTIONS = {
     "--devices": (4, "of each process"),
@@ -48,6 +53,7 @@ OPTIONS = {
     "--experts": (False, "a model of experts"),
     "--latents": (False, "a model with latent attention, and experts"),
     "--split": (False, "devices of the pair split positions of KV"),
+    "--numerics": ("fast", "how partial products are summed"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
 ABORTED = "r2"  # of the requests, in turn 4
@@ -65,9 +71,17 @@ class RandomModes(Policy):
         return self._random.choice((modes[0], modes[-1]))
 
 
-def serve(engine: Engine, requests: list[Request], aborted: str = "") -> list[list[int]]:
-    """Return the tokens of each request. Raises RuntimeError for one that ends with an error."""
+class Served(NamedTuple):
+    """What each request was answered."""
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+
+def serve(engine: Engine, requests: list[Request], aborted: str = "") -> Served:
+    """Return the answers. Raises RuntimeError for a request that ends with an error."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    logprobs: dict[str, list[float]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.add_request(request)
     turn = 0
@@ -79,9 +93,11 @@ def serve(engine: Engine, requests: list[Request], aborted: str = "") -> list[li
             if event.error is not None:
                 raise RuntimeError(event.error)
             tokens[event.request_id] += event.token_ids
+            logprobs[event.request_id] += [each.logprob for each in event.logprobs or ()]
         turn += 1
     engine.check()
-    return [found for name, found in tokens.items() if name != aborted]
+    _ = tokens.pop(aborted, None), logprobs.pop(aborted, None)
+    return Served([*tokens.values()], [*logprobs.values()])
 
 
 def workload(engine: Engine) -> dict[str, Any]:
@@ -95,17 +111,19 @@ def workload(engine: Engine) -> dict[str, Any]:
     ]
     extra: dict[int, dict[str, Any]] = {1: {"logprobs": 3}, 4: {"presence_penalty": 0.5}}
     extra |= {5: {"logit_bias": {17: 2.0}}, 6: {"allowed_token_ids": [5, 6, 7, 8]}}
-    each = {"max_tokens": 12, "ignore_eos": True}
+    each = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
     requests = []
     for i, prompt in enumerate(prompts):
-        how = SamplingParams(temperature=0.8 * (i % 2), seed=i, **each, **extra.get(i, {}))
+        own = each | extra.get(i, {})
+        how = SamplingParams(temperature=0.8 * (i % 2), seed=i, **own)
         requests.append(Request(f"r{i}", prompt, how))
     again = [replace(request, request_id=f"again-{i}") for i, request in enumerate(requests[:2])]
-    tokens = serve(engine, requests, ABORTED), serve(engine, again)
+    served = serve(engine, requests, ABORTED), serve(engine, again)
     stats = engine.stats()
     drafts = stats.find(DraftStats)
     return {
-        "tokens": tokens,
+        "tokens": [each.tokens for each in served],
+        "logprobs": [each.logprobs for each in served],
         "steps": stats.steps_by_mode,
         "preemptions": stats.num_preemptions["recompute"],
         "prefix_hit_tokens": stats.num_prefix_hit_tokens,
@@ -140,6 +158,17 @@ def decode(engine: Engine, num_tokens: int) -> float:
     return round(1e3 * statistics.median(seconds), 3)
 
 
+def is_strict(args: argparse.Namespace) -> bool:
+    """Whether log-probabilities are to have the same bits."""
+    return NUMERICS[args.numerics].is_strict
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    """Return the model that the flags name."""
+    plain = WIDE if is_strict(args) else MODEL
+    return LATENTS if args.latents else EXPERTS if args.experts else plain
+
+
 def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dict[str, Any]:
     """Return what one of the three processes has to say."""
     from serving.hosts.follower import FollowerHosts
@@ -162,8 +191,8 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
         options |= {"host_secret_file": "unused"}
     if args.quick:
         COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"
-    model = LATENTS if args.latents else EXPERTS if args.experts else MODEL
-    config, source = EngineConfig.from_options(**options), RandomSource(model)
+    options |= {"numerics": args.numerics, "dtype": "bfloat16" if is_strict(args) else "float32"}
+    config, source = EngineConfig.from_options(**options), RandomSource(model_of(args))
     counts_device.EVERY = 1  # so that all count the same steps
     make_virtual_devices(config)
     counter, silent = CompileCounter(), lambda *_: None
@@ -246,7 +275,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     alone, leader = results["alone"], results["leader"]
     same = ("preemptions", "prefix_hit_tokens", "drafted_steps", "steps", "message_bytes_p50")
     return {
-        "tokens_equal": alone.pop("tokens") == leader.pop("tokens"),
+        "tokens_equal": alone["tokens"] == leader["tokens"],
+        "logprobs_equal": alone["logprobs"] == leader["logprobs"],
         "routed_equal": alone["routed"] == leader["routed"],
         "routed_pairs": sum(map(sum, leader["routed"])),
         "devices": 2 * args.devices,

@@ -1,6 +1,8 @@
 """What strict numerics are not had with yet. No JAX."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from shiftjax.arch.formats import FORMATS
 from shiftjax.config import EngineConfig
@@ -14,7 +16,7 @@ def check_numerics(config: EngineConfig, deployment: Deployment) -> None:
         return
     words = f"numerics = {deployment.numerics} cannot be had with"
     problems = [
-        *_settings(config, deployment),
+        *_settings(deployment),
         *_of_model(deployment),
         *_formats(deployment),
     ]
@@ -22,15 +24,20 @@ def check_numerics(config: EngineConfig, deployment: Deployment) -> None:
         raise ConfigError([f"{words} {problem}; use numerics = fast" for problem in problems])
 
 
-def _settings(config: EngineConfig, deployment: Deployment) -> Iterator[str]:
-    layout, hosts = deployment.layout, config.host.hosts
+def with_equal_leaves(deployments: Iterable[Deployment]) -> list[Deployment]:
+    """The same where each adds up what the others do, if `numerics` promises equal bits."""
+    found = list(deployments)
+    if not all(each.of_numerics.is_strict for each in found):
+        return found
+    leaves = math.lcm(*(each.layout.padded_for for each in found))
+    return [replace(each, layout=replace(each.layout, leaves=leaves)) for each in found]
+
+
+def _settings(deployment: Deployment) -> Iterator[str]:
+    layout = deployment.layout
     if deployment.of_numerics.is_tree and layout.padded_for & (layout.padded_for - 1):
         words = "leaves are summed in a binary tree; integer has none"
         yield f"{layout.padded_for} devices of a group: {words}"
-    if hosts not in (None, 1):
-        yield f"hosts = {hosts}: devices of several hosts are not proven to give the same bits"
-    if config.parallel.phases is not None:
-        yield f"phases = {config.parallel.phases}: phases are not proven to give the same bits"
     if (speculation := deployment.drafts.speculation) in ("model", "hybrid"):
         yield f"speculation = {speculation}: speculators are not proven to draft the same tokens"
     if layout.by_position:

@@ -63,6 +63,9 @@ class Layout:
     split.
 
     With `by_position` devices that would hold copies of a KV head split its positions instead.
+
+    `leaves` are devices of which each would have whole shards, a multiple of all of them: of
+    another configuration that shall add up the same numbers (`models/sums.py`).
     """
 
     model: ModelConfig
@@ -73,6 +76,7 @@ class Layout:
     experts_sp: int = 1
     experts_as: int | None = None
     by_position: bool = False
+    leaves: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -129,7 +133,7 @@ class Layout:
     @property
     def padded_for(self) -> int:
         """The devices of the widest group that shares the weights: sizes are multiples of it."""
-        return (self.widest or self.sp) * self.tp
+        return self.leaves or (self.widest or self.sp) * self.tp
 
     def of_width(self, width: int) -> "Layout":
         """The same model in a group of another width that shares the weights."""

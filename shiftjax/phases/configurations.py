@@ -8,6 +8,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import RequestLimits
 from shiftjax.deploy.deployment import Deployment, Devices
+from shiftjax.deploy.numerics_rule import with_equal_leaves
 from shiftjax.deploy.position_rule import on_one_stripe
 from shiftjax.deploy.resolve import Suited, check_host_block, resolve
 from shiftjax.deploy.window_rule import keeping_blocks
@@ -52,7 +53,8 @@ def resolve_phases(
             problems += (f"phases, {phase} in {degrees.name}: {each}" for each in error.problems)
     if problems:
         raise ConfigError(dict.fromkeys(problems))
-    found = dict(zip(found, on_one_stripe([*found.values()]), strict=True))
+    of_both = with_equal_leaves(on_one_stripe([*found.values()]))
+    found = dict(zip(found, of_both, strict=True))
     for deployment in found.values():
         check_host_block(deployment)
     return found

@@ -41,6 +41,11 @@ ROWS = (
         BITS, "a request that moves to a wider group has other sums from there on",
     ),
     Mutant(
+        "phases have leaves of their own", "numerics", "shiftjax/phases/configurations.py",
+        "with_equal_leaves(on_one_stripe([*found.values()]))", "on_one_stripe([*found.values()])",
+        BITS, "prompts are computed with other sums than a static engine of as many devices has",
+    ),
+    Mutant(
         "probabilities are summed by device", "numerics", "shiftjax/device/sampling.py",
         "if self.parallel.numerics.is_strict:", "if False:",
         BITS, "a wider group of a fleet has another normaliser",

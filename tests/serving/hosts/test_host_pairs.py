@@ -38,7 +38,7 @@ def environ() -> dict[str, str]:
 @pytest.mark.parametrize(
     ("flags", "ways"),
     [
-        (("--devices=4",), 1),
+        (("--devices=4", "--numerics=invariant"), 1),
         (("--devices=2", "--experts"), 1),
         (("--devices=4", "--split"), 2),
         (("--devices=2", "--latents", "--split"), 4),
@@ -47,7 +47,8 @@ def environ() -> dict[str, str]:
 def test_two_processes_give_the_tokens_of_one(flags, ways, tmp_path):
     """In random modes, with drafts, tables, preemption, prefix hits and a request given up.
 
-    With experts, of which both count the same pairs; and with positions that devices of both split.
+    With strict numerics, and then to the bit; with experts, of which both count the same pairs; and
+    with positions that devices of both split.
     """
     command = [sys.executable, ROOT / "scripts/bench.py", "two_hosts", *flags, "--quick"]
     run = subprocess.run(
@@ -56,6 +57,7 @@ def test_two_processes_give_the_tokens_of_one(flags, ways, tmp_path):
     assert run.returncode == 0, run.stderr
     *rows, told = [json.loads(line) for line in run.stdout.splitlines() if line[:1] == "{"]
     assert told["tokens_equal"] and told["routed_equal"]
+    assert told["logprobs_equal"] or "--numerics=invariant" not in flags
     assert told["position_ways"] == ways
     has_experts = not {"--experts", "--latents"}.isdisjoint(flags)
     assert (told["routed_pairs"] > 500) == has_experts
