@@ -5,7 +5,10 @@ random weights whose reward is the share of even token ids. Every step samples g
 trainer's log-probabilities of their tokens with the rollout's, takes one step of Adam, and gives
 the new weights to the engine.
 
-python examples/grpo.py [steps]
+python examples/grpo.py [steps [numerics]]
+
+The engine also scores the answers as prompts, in other steps and sizes than those that drew them.
+With strict `numerics` (invariant, integer: bfloat16) these are the rollout's to the bit.
 """
 
 import sys
@@ -175,6 +178,13 @@ def rollout(llm: LLM, prompts: list[list[int]], seed: int) -> Batch:
     return Batch(np.array(ids, np.int32), *found, float(np.mean(rewards)))
 
 
+def scored(llm: LLM, batch: Batch) -> np.ndarray:
+    """Log-probabilities `[answers, tokens]` that the engine gives to the answers, as prompts."""
+    outputs = llm.generate(batch.ids.tolist(), SamplingParams(max_tokens=0, prompt_logprobs=0))
+    found = [(output.prompt_logprobs or [])[-NUM_TOKENS:] for output in outputs]
+    return np.array([[each.logprob for each in text if each] for text in found], np.float32)
+
+
 @nnx.jit
 def learn(
     model: Llama, optimizer: nnx.Optimizer, batch: tuple[jax.Array, ...]
@@ -229,14 +239,18 @@ def train(steps: int, **options: Any) -> list[float]:
         given = jax.device_put((batch.ids, batch.logprobs, batch.advantages), everywhere)
         _, logprobs = learn(model, optimizer, given)
         apart = np.abs(np.asarray(logprobs) - batch.logprobs)
+        same = (scored(llm, batch) == batch.logprobs).mean()
         rewards.append(batch.reward)
         print(
             f"step {step}: reward {batch.reward:.3f}, log-probabilities differ by "
-            f"{apart.mean():.1e} in the mean, {apart.max():.1e} at most"
+            f"{apart.mean():.1e} in the mean, {apart.max():.1e} at most; scored again, "
+            f"{same:.1%} have the same bits"
         )
     llm.close()
     return rewards
 
 
 if __name__ == "__main__":
-    train(int(sys.argv[1]) if len(sys.argv) > 1 else 30)
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    numerics = sys.argv[2] if len(sys.argv) > 2 else "fast"
+    train(steps, numerics=numerics, dtype="float32" if numerics == "fast" else "bfloat16")
