@@ -2,19 +2,21 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shiftjax.assembly import assemble
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
+from shiftjax.costs.buckets import Bucket
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_check import KernelCheck
 from shiftjax.device.backend import DeviceBackend
 from shiftjax.device.compile_cache import use_cache_for
 from shiftjax.device.programs import Progress
 from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.step import StepDef
 from shiftjax.hosts.calls import Follower, Hosts, Leader
 from shiftjax.local_deployment import deploy, with_kv_scales
 from shiftjax.parallel.grid import Mode
@@ -54,20 +56,48 @@ class Built:
 
         Of sizes that do as the next smaller one does, the smallest alone; none without experts.
         """
+
+        def used(step: StepDef, mode: Mode, bucket: Bucket) -> tuple[Mode, str] | None:
+            if step.layout.model.experts is None or step.expert_modes is None:
+                return None
+            found, why = step.expert_modes.of(mode, bucket.tokens)
+            return found, f"split {step.layout.ways(found)} ways ({why})"
+
+        return self._changes(used)
+
+    @property
+    def rows(self) -> dict[str, str]:
+        """What travels of decode rows where devices split positions, and why: told as `experts`.
+
+        Of modes in which there is a choice.
+        """
+
+        def used(step: StepDef, mode: Mode, bucket: Bucket) -> tuple[Mode, str] | None:
+            if len(step.layout.query_modes(mode)) == 1 or step.query_modes is None:
+                return None
+            found, why = step.query_modes.of(mode, bucket[:2])
+            what = "queries and parts" if found == mode else "normalisers alone"
+            return found, f"{what} ({why})"
+
+        return self._changes(used)
+
+    def _changes(
+        self, used: Callable[[StepDef, Mode, Bucket], tuple[Mode, str] | None]
+    ) -> dict[str, str]:
+        """Return what programs use, in words; of those that are alike only the smallest's."""
         found: dict[str, str] = {}
         last: dict[tuple[int, str], Mode] = {}
         for runner in self.runners:
-            layout, choose = runner.step.layout, runner.step.expert_modes
-            if layout.model.experts is None or choose is None:
-                continue
+            sp = runner.step.layout.sp
             for program in runner.programs:
                 for mode in program.steps:
-                    used, why = choose.of(mode, program.bucket.tokens)
-                    if last.get((layout.sp, mode.label)) != used:
-                        last[layout.sp, mode.label] = used
-                        name = f"{mode.label}, {program.bucket.tokens:,} tokens or more"
-                        name += f", {layout.sp} units" if self.deployment.widths else ""
-                        found[name] = f"split {layout.ways(used)} ways ({why})"
+                    own = used(runner.step, mode, program.bucket)
+                    if own is None or last.get((sp, mode.label)) == own[0]:
+                        continue
+                    last[sp, mode.label] = own[0]
+                    name = f"{mode.label}, {program.bucket.tokens:,} tokens or more"
+                    name += f", {sp} units" if self.deployment.widths else ""
+                    found[name] = own[1]
         return found
 
     @property
@@ -111,6 +141,8 @@ def start(backend: DeviceBackend, deployments: Sequence[Deployment]) -> Built:
         logger.info("attention: %s (%s)", name, reason)
     for name, reason in built.experts.items():
         logger.info("experts of %s: %s", name, reason)
+    for name, reason in built.rows.items():
+        logger.info("decode rows of %s: exchange %s", name, reason)
     return built
 
 

@@ -271,6 +271,11 @@ class CacheOptions:
         "copies; auto: copies, unless parts pay by predicted costs, only they hold the longest "
         "context, or they are of latents",
     )
+    normalisers: bool | None = control(
+        None,
+        "whether all steps of SHIFT that can make the queries of all devices with the same heads, "
+        "so that normalisers alone travel; None: those that are quicker by predicted costs",
+    )
     prefix_caching: bool = option(
         True, "share KV blocks between equal prefixes", flags=("--enable-prefix-caching",)
     )

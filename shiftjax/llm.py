@@ -317,6 +317,7 @@ class LLM:
             "weight_version": self.weight_version,
             "attention": self._built.attention,
             "experts": self._built.experts,
+            "rows": self._built.rows,
             "load_seconds": round(self._built.load_seconds, 3),
             "compile_seconds": round(self._built.compile_seconds, 3),
         }

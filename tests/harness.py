@@ -27,7 +27,7 @@ from shiftjax.models.attention_backend import loops_of
 from shiftjax.models.entry_backend import Entry
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, LogitRows, ropes_of_step
-from shiftjax.parallel.grid import TOKEN_AXES, Mode
+from shiftjax.parallel.grid import TOKEN_AXES, Mode, Use
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.weights.huggingface import HuggingFaceSource
 
@@ -121,7 +121,7 @@ def forwards(
     """
     source = HuggingFaceSource(directory)
     layout = Layout(source.config, sp, tp, experts_sp=experts[0])
-    used = Mode(sp, experts[1])
+    used = Use(Mode(sp, experts[1]))
     mesh = make_mesh(jax.devices()[: sp * tp], sp, tp)
     model = define(layout, formats or formats_of("float32"))
     weights = ModeWeights(model, layout, strategy)
@@ -151,7 +151,7 @@ def forwards(
     split = P(TOKEN_AXES) if parallel.splits_tokens else P()
     mapped = jax.shard_map(
         run,
-        mesh=mesh_of(mesh, mode, used),
+        mesh=mesh_of(mesh, mode, used.experts),
         in_specs=(weights.specs(), pool_spec(), P()),
         out_specs=(split, vocab_spec(), pool_spec()),
         check_vma=False,

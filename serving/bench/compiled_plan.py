@@ -278,8 +278,8 @@ def _compile(target: Target, deployment: Deployment, step: Step, num_layers: int
     if memory is None:
         raise ConfigError(["--compile: the compiler says nothing of the memory"])
     text, sizes = compiled.as_text() or "", (bucket.tokens, bucket.rows)
-    experts = definition.experts_in(step.mode, bucket.tokens)
-    moves = step_collectives(layout, step.mode, *sizes, formats, experts)
+    use = definition.use_in(step.mode, sizes)
+    moves = step_collectives(layout, step.mode, *sizes, formats, use)
     moves += sampling_collectives(layout, bucket.rows, sums=formats.sums)
     gathered = gathered_tokens(pool.block_size, GATHERED_TOKENS)
     moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)

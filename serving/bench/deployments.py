@@ -192,13 +192,14 @@ def program_rows(built: "Built") -> Iterator[Row]:
 def predicted_bytes(step: "StepDef", mode: Mode, bucket: Bucket) -> int:
     """Bytes of all collectives in a compiled step, those of branches that are seldom taken, too."""
     layout, formats = step.layout, step.model.formats
-    experts = step.experts_in(mode, bucket.tokens)
-    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats, experts)
+    use = step.use_in(mode, bucket[:2])
+    moves = step_collectives(layout, mode, bucket.tokens, bucket.rows, formats, use)
     gathered = gathered_tokens(step.block_size, GATHERED_TOKENS_ON_CPU)
     moves += layout.model.num_early_layers * context_gathers(layout, formats, gathered)
     if layout.model.is_last_stage:
         moves += sampling_collectives(layout, bucket.rows, DIGIT_BITS_ON_CPU, 1, formats.sums)
         moves += guess_collectives(layout, bucket.seqs, formats.activation_bytes)
+    experts = step.experts_in(mode, bucket.tokens)
     if room_to_exchange(layout, mode, experts, bucket.tokens):  # beside it the way without room
         size = layout, mode, experts, bucket.tokens, formats.activation_bytes
         moves += layout.model.num_expert_layers * gather_of_experts(*size)

@@ -8,10 +8,18 @@ from shiftjax.parallel.layout import Layout
 
 
 def attention_products(
-    kernels: KernelCosts, layout: Layout, mode: Mode, rows: int, parts: LayerParts
+    kernels: KernelCosts,
+    layout: Layout,
+    mode: Mode,
+    rows: int,
+    parts: LayerParts,
+    queries: Mode | None = None,
 ) -> tuple[float, int]:
-    """(seconds, kernels) of all of them with `rows` tokens on the device."""
-    heads, columns = layout.attention_columns(mode, parts.num_kv)
+    """(seconds, kernels) of all of them with `rows` tokens on the device.
+
+    q and o are used as in the mode `queries`; None: as in the step's own.
+    """
+    heads, columns = layout.attention_columns(mode, parts.num_kv, queries)
     out, num_out = row_product(kernels, layout, mode, rows, heads)
     if layout.model.latent is None:
         return kernels.product(rows, layout.model.hidden_size, columns) + out, 1 + num_out

@@ -11,7 +11,7 @@ from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.numerics import NUMERICS, WIDE_BYTES, NumericsName
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.memory import shard_bytes
-from shiftjax.parallel.grid import Mode, share_stride, strides
+from shiftjax.parallel.grid import PLAIN_USE, Mode, Use, share_stride, strides
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import stored_weights
 
@@ -306,17 +306,22 @@ def guess_collectives(layout: Layout, num_seqs: int, activation_bytes: int) -> l
     ]
 
 
-def row_exchanges(layout: Layout, num_rows: int, activation_bytes: int) -> list[Collective]:
+def row_exchanges(
+    layout: Layout, num_rows: int, activation_bytes: int, *, of_all: bool = False
+) -> list[Collective]:
     """What decode rows move in a layer where devices split positions, in every mode the same.
 
     Their queries go to all neighbours, and parts of softmaxes come back: of each head the weighted
-    sum of values, the sum of weights and the largest score.
+    sum of values, the sum of weights and the largest score. Where a device has the queries `of_all`
+    already, the last two of each neighbour come, and nothing else.
     """
     ways, width = layout.position_ways, layout.model.head_dim
     if ways == 1:
         return []
     summed = layout.model.values_in_keys or width
     asked, stride = num_rows * layout.heads_per_device * ways, _neighbour_stride(layout)
+    if of_all:
+        return [Collective("all-gather", ways, ways * asked * 2 * STATE_BYTES, 1, stride)]
     return [
         Collective("all-gather", ways, asked * width * activation_bytes, 1, stride),
         Collective("all-to-all", ways, asked * (summed + 2) * STATE_BYTES, 1, stride),
@@ -351,23 +356,34 @@ def step_collectives(
     num_tokens: int,
     num_rows: int,
     formats: Formats,
-    experts: Mode | None = None,
+    use: Use = PLAIN_USE,
 ) -> list[Collective]:
-    """All collectives of a step, with those of every layer. `experts` None: as in SHIFT.
+    """All collectives of a step, with those of every layer, which uses weights as `use` says.
 
     But for `context_gathers`, of which contexts say how many there are.
     """
     activation_bytes, of_layers = formats.activation_bytes, []
     for parts, count in Counter(layout.model.parts[: layout.model.num_early_layers]).items():
-        moves = parts_collectives(layout, mode, num_tokens, parts, carried_by(formats), experts)
-        of_layers += _times(moves, count)
+        own = parts, carried_by(formats), use.experts
+        of_layers += _times(parts_collectives(layout, mode, num_tokens, *own), count)
     return [
         *of_layers,
         *weight_collectives(layout, mode, formats),
         *gather_collectives(layout, mode, num_tokens, activation_bytes),
         *entry_collectives(layout, mode, num_tokens, activation_bytes),
         *row_collectives(layout, mode, num_rows, activation_bytes, formats.sums),
-        *_times(row_exchanges(layout, num_rows, activation_bytes), layout.model.num_layers),
+        *exchanges_of_rows(layout, num_rows, activation_bytes, of_all=use.queries is not None),
+    ]
+
+
+def exchanges_of_rows(
+    layout: Layout, num_rows: int, activation_bytes: int, *, of_all: bool
+) -> list[Collective]:
+    """`row_exchanges` of all layers; late ones, of rows alone, have queries of their own heads."""
+    model, own = layout.model, (layout, num_rows, activation_bytes)
+    return [
+        *_times(row_exchanges(*own, of_all=of_all), model.num_early_layers),
+        *_times(row_exchanges(*own), model.num_late_layers),
     ]
 
 

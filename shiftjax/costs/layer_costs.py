@@ -86,10 +86,12 @@ class LayerCosts:
         count: int,
         parts: LayerParts = PLAIN,
         used: Mode | None = None,
+        queries: Mode | None = None,
     ) -> tuple[StepCost, int]:
         """(cost, kernels) of `count` layers, without attention; tokens are a multiple of sp.
 
-        `used` is the mode as which experts are used; None: the quickest.
+        `used` is the mode as which experts are used; None: the quickest. `queries` is that of q and
+        o; None: `mode`.
         """
         if not count:
             return StepCost(), 0
@@ -100,7 +102,8 @@ class LayerCosts:
             used = used or self.expert_modes(mode, num_tokens)
             of_experts = layout, (mode, used), num_tokens, routing
             part = expert_part(self.kernels, self.engine, *of_experts)
-        products, num_products = self._layer_products(mode, num_tokens // mode.sp, parts, part)
+        own = mode, num_tokens // mode.sp, parts, part, queries
+        products, num_products = self._layer_products(*own)
         moves = parts_collectives(self.layout, mode, num_tokens, parts, self.carried, used)
         moves, switched = self.switch.split(mode, num_tokens, parts, moves)
         engine, own = self.engine, (formats.dense, num_tokens // mode.sp)
@@ -110,7 +113,7 @@ class LayerCosts:
             kernels -= engine.launches_of(*own, exchanges=exchanges).count("activation")
         kernels -= sum(move.num_times for move in switched)  # of norms
         kernels += engine.kernels_per_exchange * sum(m.kind == "all-to-all" for m in moves)
-        beside = self._elementwise_seconds(mode, num_tokens, parts, part)
+        beside = self._elementwise_seconds(mode, num_tokens, parts, part, queries)
         moving = self.move(moves) + self.switch.seconds(mode, num_tokens, switched)
         cost = StepCost(
             matmul=count * products,
@@ -128,7 +131,12 @@ class LayerCosts:
         return self.cost(mode, num_tokens, 1, parts, used)[1] + sum(m.num_times for m in moves)
 
     def _layer_products(
-        self, mode: Mode, rows: int, parts: LayerParts, part: ExpertPart | None
+        self,
+        mode: Mode,
+        rows: int,
+        parts: LayerParts,
+        part: ExpertPart | None,
+        queries: Mode | None,
     ) -> tuple[float, int]:
         """(seconds, kernels) of a layer's matrix products with `rows` tokens on the device.
 
@@ -136,7 +144,9 @@ class LayerCosts:
         """
         layout, config = self.layout.shapes[parts.heads], self.model
         t, hidden = layout.ways(mode), config.hidden_size
-        seconds, num_kernels = attention_products(self.kernels, layout, mode, rows, parts)
+        seconds, num_kernels = attention_products(
+            *(self.kernels, layout, mode, rows, parts, queries)
+        )
         if own := config.layer_input_width:  # every device has these matrices whole
             seconds += self.kernels.product(rows, hidden, own)
             seconds += self.kernels.product(rows, own, hidden)
@@ -166,15 +176,21 @@ class LayerCosts:
         return first + down, 1 + num_down
 
     def _elementwise_seconds(
-        self, mode: Mode, num_tokens: int, parts: LayerParts, part: ExpertPart | None
+        self,
+        mode: Mode,
+        num_tokens: int,
+        parts: LayerParts,
+        part: ExpertPart | None,
+        queries_as: Mode | None,
     ) -> float:
         """What norms, rotary and cache write, activation and codes read and write."""
         layout, config = self.layout.shapes[parts.heads], self.model
         t, local, formats = layout.ways(mode), num_tokens // mode.sp, self.kernels.formats
         queries = layout.heads_per_device * layout.model.query_dim
+        queries *= layout.position_ways if queries_as else 1
         cached = layout.cache.numbers if parts.num_kv else 0
         inner = self._mlp_width(parts, t) if part is None else 0
-        widths = Widths(config.hidden_size, layout.attention_columns(mode, 0)[0], inner)
+        widths = Widths(config.hidden_size, layout.attention_columns(mode, 0, queries_as)[0], inner)
         names = self.engine.launches_of(formats.dense, local, exchanges=mode.sp > 1)
         names = names or PLAIN_LAUNCHES
         num_bytes = local * moved_bytes(names, widths, formats.activation_bytes)

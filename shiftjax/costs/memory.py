@@ -8,7 +8,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.weights import Weight
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import GATHERED_TOKENS, GATHERS
 from shiftjax.parallel.stored import COPIED, dtype_of, stored_weights
@@ -157,8 +157,9 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
     """Bytes that SHIFT's weights take beside those of BASE, by `weights` of the options.
 
     `replicate` is a copy of all that the modes split differently, a tied head included; of
-    `alias`, whose views take nothing, biases and scales are copied; `slice` has none, and where
-    the layout gathers SHIFT's are all that there is.
+    `alias`, whose views take nothing, biases and scales are copied, also those of q and o as wide
+    as some of its steps may use them; `slice` has none, and where the layout gathers SHIFT's are
+    all that there is.
     """
     if layout.sp == 1 or strategy == "slice" or layout.gathers:
         return 0
@@ -166,11 +167,18 @@ def shift_copy_bytes(layout: Layout, formats: Formats, strategy: str) -> int:
         weight
         for weight in stored_weights(layout, formats)
         if weight.axes[0] is not None
-        if layout.used_in(weight, layout.shift, layout.shift) != layout.stored_in(weight)
-        or weight.tied_to
+        if layout.used_in(weight, layout.shift) != layout.stored_in(weight) or weight.tied_to
         if strategy == "replicate" or weight.kind in COPIED
     )
-    return sum(shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
+    copies = sum(shard_bytes(weight, layout, formats, layout.shift) for weight in copied)
+    wide = layout.query_modes(layout.shift)[-1]
+    of_queries = (
+        weight
+        for weight in stored_weights(layout, formats)
+        if wide != layout.shift and weight.kind in COPIED
+        if layout.used_in(weight, layout.shift, Use(queries=wide)) != layout.shift
+    )
+    return copies + sum(shard_bytes(weight, layout, formats, wide) for weight in of_queries)
 
 
 def gathered_bytes(layout: Layout, formats: Formats) -> int:

@@ -30,7 +30,8 @@ norms, rotary, activation: bytes read and written over the memory's rate, on n' 
 gathered weights: all of a layer's over SP, while the layer before it computes; what they take
     longer than its products is added, and that of the first layer whole. Virtual devices hide none
 positions that devices split: decodes read 1/R of their contexts, for R times the heads; queries go
-    to all R neighbours and parts of softmaxes back; what tiles read is gathered once a layer
+    to all R neighbours and parts of softmaxes back; what tiles read is gathered once a layer. In
+    SHIFT, where that is quicker, q and o are R times as wide, and of decodes normalisers travel
 late layers of SwiftKV: layers of SHIFT whose tokens are the logit rows; for all n tokens, one
     product with 2 m D columns for each of these layers, and before it n d gathered over SP
 host: added, or hidden behind the devices where the engine overlaps the two
@@ -50,16 +51,17 @@ from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
 from shiftjax.costs.collectives import (
     context_gathers,
     entry_collectives,
+    exchanges_of_rows,
     gather_collectives,
     guess_collectives,
     row_collectives,
-    row_exchanges,
     weight_collectives,
 )
 from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.kernel_costs import KernelCosts, Split
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
+from shiftjax.costs.query_modes import QueryMode, QueryModes, Size
 from shiftjax.costs.switch_sums import FIRST_LAUNCHES
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
@@ -92,8 +94,9 @@ class CostModel:
         self.buckets = sorted(buckets)
         self.model, self.machine, self.engine, self.formats = model, machine, engine, formats
         self.layout = layout
-        self._by_tokens: dict[tuple[Mode, int], StepCost] = {}
-        self._by_rows: dict[tuple[Mode, int], StepCost] = {}
+        self._by_tokens: dict[tuple[Mode, int, Mode | None], StepCost] = {}
+        self._by_rows: dict[tuple[Mode, int, Mode | None], StepCost] = {}
+        self.query_modes = QueryModes(layout, self._quickest_queries)
         self._contention = parts if machine.shared_cores else 1
         self._queueing = self._contention / min(self._contention, machine.shared_cores or 1)
         self.kernels = KernelCosts(
@@ -121,6 +124,16 @@ class CostModel:
     def expert_modes(self) -> ExpertModes:
         """As in which mode steps use experts: what devices compile."""
         return self.layers.expert_modes
+
+    def _quickest_queries(self, layout: Layout, mode: Mode, size: Size) -> QueryMode:
+        """The mode as which q and o make a step of this size quickest; of equals its own."""
+        seconds = {
+            used: sum(cost.device for cost in self._costs_as(mode, size, used))
+            for used in layout.query_modes(mode)
+        }
+        best = min(seconds, key=seconds.__getitem__)
+        ms = {used == mode: f"{1e3 * each:.2f} ms" for used, each in seconds.items()}
+        return QueryMode(best, f"{ms[False]} a step without attention, with queries {ms[True]}")
 
     @property
     def stages(self) -> list["CostModel"]:
@@ -197,7 +210,12 @@ class CostModel:
         return *self._sized_terms(mode, size), self._attention_cost(work, size[1])
 
     def _sized_terms(self, mode: Mode, size: tuple[int, int]) -> tuple[StepCost, StepCost]:
-        tokens, rows = (mode, size[0]), (mode, size[1])
+        return self._costs_as(mode, size, self.query_modes(mode, size))
+
+    def _costs_as(self, mode: Mode, size: Size, used: Mode) -> tuple[StepCost, StepCost]:
+        """Costs by tokens and by rows, with q and o used as in a mode."""
+        queries = None if used == mode else used
+        tokens, rows = (mode, size[0], queries), (mode, size[1], queries)
         if tokens not in self._by_tokens:
             self._by_tokens[tokens] = self._tokens_cost(*tokens)
         if rows not in self._by_rows:
@@ -225,7 +243,7 @@ class CostModel:
             for (window, heads), count in seen.items()
         )
 
-    def _tokens_cost(self, mode: Mode, num_tokens: int) -> StepCost:
+    def _tokens_cost(self, mode: Mode, num_tokens: int, queries: Mode | None) -> StepCost:
         """The layers that compute all tokens, and the embedding; without attention over contexts.
 
         Of late layers, their keys and values.
@@ -233,7 +251,7 @@ class CostModel:
         layout, config, width = self.layout, self.model, self.formats.activation_bytes
         padded, num_kernels, costs = round_up(num_tokens, mode.sp), 0, [StepCost()]
         for parts, count in Counter(config.parts[: config.num_early_layers]).items():
-            cost, more = self.layers.cost(mode, padded, count, parts)
+            cost, more = self.layers.cost(mode, padded, count, parts, None, queries)
             costs, num_kernels = [*costs, cost], num_kernels + more
         cost = StepCost(*map(sum, zip(*costs, strict=True)))
         gathers = self._gather_seconds(mode, cost.matmul / max(1, config.num_early_layers))
@@ -267,11 +285,13 @@ class CostModel:
         hidden = 0.0 if self.machine.shared_cores else products
         return each + (count - 1) * max(0.0, each - hidden)
 
-    def _rows_cost(self, mode: Mode, num_rows: int) -> StepCost:
+    def _rows_cost(self, mode: Mode, num_rows: int, queries: Mode | None) -> StepCost:
         """The LM head, split over all devices, what rows and logits move, and late layers."""
         layout, hidden = self.layout, self.model.hidden_size
-        exchanges = row_exchanges(layout, num_rows, self.formats.activation_bytes)
-        exchanged = self.model.num_layers * self.layers.move(exchanges)
+        exchanges = exchanges_of_rows(
+            layout, num_rows, self.formats.activation_bytes, of_all=queries is not None
+        )
+        exchanged = self.layers.move(exchanges)
         if not num_rows or not self.model.is_last_stage:
             return StepCost(collectives=exchanged)
         rows = round_up(num_rows, layout.num_devices)

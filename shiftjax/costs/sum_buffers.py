@@ -14,7 +14,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import sampling_collectives, step_collectives
 from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.switch_sums import splits_rows
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout, round_up
 
 PIECE_BYTES = 2 << 20
@@ -59,7 +59,9 @@ def sum_buffer_bytes(
         for bucket, modes in wanted.items()
         for mode in modes
         for move in (
-            *step_collectives(layout, mode, *bucket[:2], formats, experts(mode, bucket.tokens)),
+            *step_collectives(
+                layout, mode, *bucket[:2], formats, Use(experts(mode, bucket.tokens))
+            ),
             *sampling_collectives(layout, bucket.rows, sums=formats.sums),
         )
         if move.kind == "all-reduce"

@@ -34,6 +34,9 @@ def with_positions(config: EngineConfig, deployment: Deployment, devices: Device
         raise ConfigError([f"kv_split = position: {layout.model.name} {words}: use replicate"])
     if wanted == "auto" and not _is_needed(deployment, split, devices):
         return deployment
+    if split.layout.normalisers is None:
+        layout = replace(split.layout, normalisers=config.cache.normalisers)
+        split = replace(split, layout=layout)
     _check_blocks(config, split)
     words = "%d devices split the positions of what they cache: KV blocks of %d tokens, %d on each"
     for each in split.by_width.values():
@@ -52,7 +55,10 @@ def split_of(deployment: Deployment) -> Deployment | None:
     if ways == {(1,)} or any(len(each) > 1 for each in ways):
         return None
     size = deployment.block_size * deployment.layout.copies
-    split = replace(deployment.layout, by_position=True)
+    # A row's bits depend on what travels, and so on the size of its step; and there must be views.
+    may_choose = deployment.weights == "alias" and not deployment.is_deterministic
+    own = {"by_position": True} | ({} if may_choose else {"normalisers": False})
+    split = replace(deployment.layout, **own)
     hashed = size if deployment.hash_size else 0
     return replace(deployment, layout=split, block_size=size, hash_size=hashed)
 

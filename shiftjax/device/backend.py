@@ -203,12 +203,12 @@ def _check_same(compiled: Compiled, groups: Sequence[Placed], hosts: Hosts) -> N
     """Raise ConfigError where hosts have compiled different steps."""
     names = [placed.step.attention.name for placed in groups]
     buckets = [[p.bucket for p in each] for each in compiled.programs.values()]
-    experts = [
-        [choose.of(mode, p.bucket.tokens) for p in each for mode in p.steps]
+    step = groups[0].step
+    uses = [
+        [step.use_in(mode, p.bucket[:2]) for p in each for mode in p.steps]
         for each in compiled.programs.values()
-        if (choose := groups[0].step.expert_modes) is not None
     ]
-    found = compiled.deployment, names, buckets, experts
+    found = compiled.deployment, names, buckets, uses
     told = blake2b(repr(found).encode(), digest_size=7)
     value = int.from_bytes(told.digest())
     least, most = hosts.least("to have compiled", (value, -value))

@@ -11,6 +11,7 @@ from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine_files import MACHINE_OF_DEVICE, load_engine, load_machine, machine_of
+from shiftjax.costs.query_modes import QueryModes
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.parallel.grid import Device, Mode
 
@@ -55,8 +56,16 @@ def expert_modes_of(deployment: Deployment, device: Device) -> ExpertModes:
     return costs.stages[0].expert_modes
 
 
+def query_modes_of(deployment: Deployment, device: Device) -> QueryModes:
+    """As in which mode the steps of a group use q and o; of a pipeline, those of one stage."""
+    if not deployment.layout.by_position:
+        return QueryModes(deployment.layout)
+    costs = expert_costs(deployment, device)
+    return QueryModes(deployment.layout) if costs is None else costs.stages[0].query_modes
+
+
 def expert_costs(deployment: Deployment, device: Device) -> GroupCosts | None:
-    """The costs by which experts are split; None: they are unknown, and bytes decide."""
+    """The costs by which programs use experts, and q and o; None: they are unknown."""
     costs = known_costs(deployment, device)
     is_known = deployment.machine is not None or device.device_kind in MACHINE_OF_DEVICE
     if costs is None and is_known and device.platform != "cpu" and jax.process_count() == 1:

@@ -12,11 +12,11 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from shiftjax.device.mesh import named, on_group, replicated_spec
-from shiftjax.device.mode_weights import ModeWeights, Weights
+from shiftjax.device.mode_weights import ModeWeights, Views, Weights
 from shiftjax.device.pool import DevicePools, FlatPools, PoolOptions
 from shiftjax.host_tier.copies_device import HostTier
 from shiftjax.host_tier.store_device import Extents
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import PLAIN_USE, Mode, Use
 from shiftjax.parallel.layout import Layout
 
 
@@ -46,9 +46,9 @@ class GroupMemory:
         self._weights = weights
         self._given: list[jax.Array | None] = []  # as `fill` took them: None for a tied head
         self._stored: Weights = ()  # the same with the head; made of it when a step first needs it
-        self._by_use: dict[tuple[Mode, Mode], Weights] = {}
-        self._uses: set[tuple[Mode, Mode]] = set()  # that steps have been run in
-        self._views: dict[tuple[int, Mode], jax.Array] = {}  # of an array in a mode
+        self._by_use: dict[tuple[Mode, Use], Weights] = {}
+        self._uses: set[tuple[Mode, Use]] = set()  # that steps have been run in
+        self._views: Views = {}
         self._sizes: PoolOptions | None = None
         self.host: HostTier | None = None
 
@@ -66,17 +66,17 @@ class GroupMemory:
     def pools(self, pools: FlatPools) -> None:
         self._device_pools.put(self.mesh, pools)
 
-    def params(self, mode: Mode, experts: Mode | None = None) -> Weights:
-        """Return the weights that a step of a mode is called with, its experts as in another.
+    def params(self, mode: Mode, use: Use = PLAIN_USE) -> Weights:
+        """Return the weights that a step of a mode is called with.
 
-        None: as in SHIFT. What several uses have in common is one view, or one copy.
+        What several uses have in common is one view, or one copy.
         """
-        use = mode, experts or self.layout.shift
-        if use not in self._by_use:
-            self._uses.add(use)
+        key = mode, use
+        if key not in self._by_use:
+            self._uses.add(key)
             self._stored = self._stored or self._weights.with_head(self._given)
-            self._by_use[use] = self._weights.of(mode, self._stored, use[1], self._views)
-        return self._by_use[use]
+            self._by_use[key] = self._weights.of(mode, self._stored, use, self._views)
+        return self._by_use[key]
 
     def fill(self, stored: Sequence[jax.Array | None]) -> None:
         """Take weights as `device.place` has put them on this group's devices, and others'.
@@ -102,7 +102,7 @@ class GroupMemory:
     def num_copied_bytes(self) -> int:
         """Bytes of what modes have copies of; what else they have is views."""
         arrays = self._weights.arrays
-        copies = (v for (n, _), v in self._views.items() if self._weights.copies(arrays[n][0]))
+        copies = (v for (n, *_), v in self._views.items() if self._weights.copies(arrays[n][0]))
         return sum(shard.data.nbytes for each in copies for shard in each.addressable_shards)
 
     def let_go(self, nth: int) -> None:

@@ -12,7 +12,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.all_reduces import warn_of_slow_all_reduces
 from shiftjax.device.attention_cases import Shape
 from shiftjax.device.attention_check import shape_of
-from shiftjax.device.choosers import expert_modes_of
+from shiftjax.device.choosers import expert_modes_of, query_modes_of
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.joined import JOINED_ON
@@ -123,11 +123,12 @@ def define_steps(
         loops = experts.name == XLA_EXPERTS.name
         weights = ModeWeights(model, layout, of_width.weights, is_joined, loops)
         max_rows = max(bucket.rows for bucket in of_width.buckets)
-        used = expert_modes_of(of_width, own)
+        used, queries = expert_modes_of(of_width, own), query_modes_of(of_width, own)
         for group, mesh in meshes.items():
             step = StepDef(weights, mesh, max_rows, attention, size, options, experts)
             kernels = {"products": products, "norms": norms, "sums": sums}
-            of_step = {"expert_modes": used, "numerics": of_width.of_numerics}
+            of_step = {"expert_modes": used, "query_modes": queries}
+            of_step |= {"numerics": of_width.of_numerics}
             of_step |= SAMPLERS[of_width.logprobs_mode]
             found[group] = replace(step, **of_step, **kernels)
     return found

@@ -27,12 +27,13 @@ from shiftjax.device.joined import Members, joined_shape, joined_weights, layer_
 from shiftjax.device.mesh import mesh_of, named, weight_spec
 from shiftjax.device.place import ModelDef
 from shiftjax.device.views import array_in_mode
-from shiftjax.parallel.grid import ALL_AXES, STORED_AXES, WEIGHT_AXES, Mode
+from shiftjax.parallel.grid import ALL_AXES, PLAIN_USE, STORED_AXES, WEIGHT_AXES, Mode, Use
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.stored import COPIED, dtype_of
 
 Weights = tuple[jax.Array, ...]
-Views = dict[tuple[int, Mode], jax.Array]  # of an array, by its place, as a mode uses it
+# Of an array, by its place, as one mode has it in steps of another, or of its own.
+Views = dict[tuple[int, Mode, Mode], jax.Array]
 
 
 class ModeWeights(NamedTuple):
@@ -77,23 +78,25 @@ class ModeWeights(NamedTuple):
         self,
         mode: Mode,
         stored: Weights,
-        experts: Mode | None = None,
+        use: Use = PLAIN_USE,
         held: Views | None = None,
     ) -> Weights:
         """Return the arrays that a step of this mode is called with.
 
-        It uses experts as in the mode `experts` (None: SHIFT). `held` has the views that were made
-        before, and takes those that are made.
+        `held` has the views that were made before, and takes those that are made.
 
         Raises:
             ConfigError: a shard cannot be viewed in place.
         """
         held, arrays = {} if held is None else held, []
         for nth, (members, array) in enumerate(zip(self.arrays, stored, strict=True)):
-            used = self.layout.used_in(members[0], mode, experts or self.layout.shift)
-            if self._is_viewed(members[0], used) and (nth, used) not in held:
-                held[nth, used] = self._view(members, used, array)
-            arrays.append(held.get((nth, used), array))
+            used, split = self._used(members[0], mode, use)
+            if not self._is_viewed(members[0], used, split):
+                arrays.append(array)
+                continue
+            if (nth, used, split) not in held:
+                held[nth, used, split] = self._view(members, used, split, array)
+            arrays.append(held[nth, used, split])
         return tuple(arrays)
 
     def specs(self) -> tuple[Any, ...]:
@@ -106,41 +109,38 @@ class ModeWeights(NamedTuple):
         )
 
     def abstract(
-        self, mode: Mode, mesh: Mesh, experts: Mode | None = None
+        self, mode: Mode, mesh: Mesh, use: Use = PLAIN_USE
     ) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return `of` as shapes: what compiling needs where there are no weights."""
-        experts = experts or self.layout.shift
-        mesh, params = mesh_of(mesh, mode, experts), []
+        mesh, params = mesh_of(mesh, mode, use.experts), []
         for members, spec in zip(self.arrays, self.specs(), strict=True):
             weight, shape = members[0], joined_shape(members)
-            used = self.layout.used_in(weight, mode, experts)
-            if self._is_viewed(weight, used):
-                ways = self.layout.ways(used)
+            used, split = self._used(weight, mode, use)
+            if self._is_viewed(weight, used, split):
+                ways = self.layout.ways(split)
                 shape = (self._viewed_rows(members, used) * ways, *shape[1:])
             sharding = named(mesh, spec)
             dtype = dtype_of(weight, self.model.formats)
             params.append(jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
         return tuple(params)
 
-    def local(
-        self, mode: Mode, params: Sequence[jax.Array], experts: Mode | None = None
-    ) -> Weights:
+    def local(self, mode: Mode, params: Sequence[jax.Array], use: Use = PLAIN_USE) -> Weights:
         """Return, inside a step, this device's shard of every declared weight in this mode.
 
         Those that are stored, if they are to be sliced, are sliced here.
         """
-        experts = experts or self.layout.shift
         shards: dict[str, jax.Array] = {}
         for members, array in zip(self.arrays, params, strict=True):
-            used = self.layout.used_in(members[0], mode, experts)
-            rows = self._rows(members[0], used) if self._is_viewed(members[0], used) else None
+            used, split = self._used(members[0], mode, use)
+            is_viewed = self._is_viewed(members[0], used, split)
+            rows = self._rows(members[0], used) if is_viewed else None
             each = layer_slices(array, len(members), rows)
             shards |= zip((weight.name for weight in members), each, strict=True)
         weights = ((weight, shards[weight.name]) for weight in self.model.declared)
         if self.strategy != "slice":
             return tuple(array for _, array in weights)
         return tuple(
-            self._slice(weight, self.layout.used_in(weight, mode, experts), array)
+            self._slice(weight, self.layout.used_in(weight, mode, use), array)
             for weight, array in weights
         )
 
@@ -167,12 +167,21 @@ class ModeWeights(NamedTuple):
         copy = self.strategy == "replicate"
         return array_in_mode(embedding, "vocab", layout, layout.shift, "lm_head", copy=copy)
 
-    def _view(self, members: Members, used: Mode, stored: jax.Array) -> jax.Array:
+    def _used(self, weight: Weight, mode: Mode, use: Use) -> tuple[Mode, Mode]:
+        """Return the mode whose shards devices use, and the one as which an array has them.
+
+        They are one but for q and o as neighbours use them who split positions: there every device
+        of SHIFT has a shard of its own, and neighbours have the same.
+        """
+        own = use._replace(queries=None)
+        return self.layout.used_in(weight, mode, use), self.layout.used_in(weight, mode, own)
+
+    def _view(self, members: Members, used: Mode, split: Mode, stored: jax.Array) -> jax.Array:
         weight = members[0]
-        copy = self.copies(weight)
-        rows, axis = self._viewed_rows(members, used), weight.axes[0]
+        own = {"rows": self._viewed_rows(members, used), "copy": self.copies(weight)}
+        axis = weight.axes[0]
         assert axis is not None
-        return array_in_mode(stored, axis, self.layout, used, weight.name, rows=rows, copy=copy)
+        return array_in_mode(stored, axis, self.layout, used, weight.name, split=split, **own)
 
     def copies(self, weight: Weight) -> bool:
         """Whether modes have copies of a weight, in the place of views."""
@@ -190,11 +199,11 @@ class ModeWeights(NamedTuple):
         stored = first.shape[0] // ways_stored(first, self.layout)
         return (len(members) - 1) * stored + self._rows(first, used)
 
-    def _is_viewed(self, weight: Weight, used: Mode) -> bool:
-        """Whether steps that use it as in a mode (`Layout.used_in`) have another array of it."""
+    def _is_viewed(self, weight: Weight, used: Mode, split: Mode) -> bool:
+        """Whether steps that use it so (`_used`) have another array of it."""
         if weight.axes[0] is None or self.strategy == "slice" or self.layout.gathers:
             return False
-        return used != self.layout.stored_in(weight)
+        return not used == split == self.layout.stored_in(weight)
 
     def _is_in_shift(self, weight: Weight) -> bool:
         """Whether it enters a step split over all devices; a tied head is sliced in the step."""

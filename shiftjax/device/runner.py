@@ -196,8 +196,7 @@ class DeviceRunner:
         return results
 
     def _params(self, program: Program, mode: Mode) -> Weights:
-        experts = self.step.experts_in(mode, program.bucket.tokens)
-        return self.memory.params(mode, experts)
+        return self.memory.params(mode, self.step.use_in(mode, program.bucket[:2]))
 
     def mode_for(self, prepared: Prepared, wanted: Mode) -> Mode:
         """The mode that a step runs in: the wanted one, or on a GPU the nearest that is compiled.

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from shiftjax.arch.numerics import FAST, Numerics
 from shiftjax.costs.expert_modes import ExpertModes
+from shiftjax.costs.query_modes import QueryModes
 from shiftjax.costs.routing import num_counted
 from shiftjax.device.mesh import (
     counts_spec,
@@ -53,7 +54,7 @@ from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.speculator import DraftRows
 from shiftjax.models.sum_backend import SUMMED_NORMS, XLA_SUMS, SumBackend
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout, round_up
 from shiftjax.routing.counts_device import counts_of_step
 
@@ -120,9 +121,15 @@ class Packing:
         return sum(int(np.prod(shape)) for shape in self.shapes)
 
     @property
+    def size_of_step(self) -> tuple[int, int]:
+        """Tokens and rows of the bucket, if what is packed are the inputs of a step."""
+        inputs = self.treedef.unflatten(self.shapes)
+        return inputs.token_ids[0], inputs.sample_rows[0]
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens of the bucket, if what is packed are the inputs of a step."""
-        return self.treedef.unflatten(self.shapes).token_ids[0]
+        """The tokens of it."""
+        return self.size_of_step[0]
 
     def pack(self, tree: Any) -> np.ndarray:
         """Return a new vector (the device may read it in place, so it is never reused)."""
@@ -154,6 +161,7 @@ class StepDef:
     gpu_options: Mapping[str, str] = field(default_factory=dict)  # beside COMPILER_OPTIONS
     experts: ExpertBackend = XLA_EXPERTS
     expert_modes: ExpertModes | None = None  # None: all devices split experts, in every step
+    query_modes: QueryModes | None = None  # None: q and o are used as in the step's own mode
     products: Products = XLA_PRODUCTS
     norms: NormBackend = XLA_NORMS
     sums: SumBackend = XLA_SUMS
@@ -195,6 +203,11 @@ class StepDef:
         """The mode as which a program uses experts."""
         return self.expert_modes(mode, num_tokens) if self.expert_modes else self.layout.shift
 
+    def use_in(self, mode: Mode, size: tuple[int, int]) -> Use:
+        """As in which modes a program of so many tokens and rows uses experts, and q and o."""
+        queries = self.query_modes(mode, size) if self.query_modes else mode
+        return Use(self.experts_in(mode, size[0]), None if queries == mode else queries)
+
     def compile(
         self, mode: Mode, pools: Any, packing: Packing, tables: RowMasks
     ) -> jax.stages.Compiled:
@@ -202,7 +215,7 @@ class StepDef:
 
         `pools` and `tables` may be arrays or `jax.ShapeDtypeStruct`s with shardings.
         """
-        params = self.weights.abstract(mode, self.mesh, self.experts_in(mode, packing.num_tokens))
+        params = self.weights.abstract(mode, self.mesh, self.use_in(mode, packing.size_of_step))
         replicated = named(self.mesh, replicated_spec())
         last_tokens = jax.ShapeDtypeStruct((self.max_rows,), jnp.int32, sharding=replicated)
         flat = jax.ShapeDtypeStruct((packing.size,), jnp.int32, sharding=replicated)
@@ -235,8 +248,8 @@ class StepDef:
         given_back = (everywhere, result) if model.is_last_stage else (hidden_spec(),)
         if self.counts:
             given_back = *given_back, everywhere if is_spread(self.mesh) else counts_spec()
-        experts = self.experts_in(mode, packing.num_tokens)
-        parallel = Parallel(self.layout, mode, experts, self.numerics)
+        use = self.use_in(mode, packing.size_of_step)
+        parallel = Parallel(self.layout, mode, use, self.numerics)
 
         def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":
@@ -268,7 +281,7 @@ class StepDef:
         *given: Float[Array, "tokens_sp hidden_tp"],
     ) -> tuple[Any, ...]:
         """One device's part of the step; `given` by the stage before, if there is one."""
-        weights = self.weights.local(parallel.mode, params, parallel.as_experts)
+        weights = self.weights.local(parallel.mode, params, parallel.use)
         model = self.model.merge(weights)
         if self.attention.localise is not None:
             inputs = self.attention.localise(inputs)

@@ -33,11 +33,13 @@ def array_in_mode(
     *,
     rows: int | None = None,
     copy: bool = False,
+    split: Mode | None = None,
 ) -> jax.Array:
     """Return a stored array, split along `axis` as a mode wants it, over the same memory.
 
     A device has `rows` of it, from its first on (None: those of one weight). With `copy` the shards
-    get memory of their own.
+    get memory of their own. They are those of a step of the mode `split`, which may be split
+    further (None: the same): then the array has them once for each device.
 
     Raises:
         ConfigError: the backend would have copied a shard that should have been viewed.
@@ -50,8 +52,9 @@ def array_in_mode(
         for place, device in enumerate(mesh.devices.flat)
         if device in shards
     ]
-    shape = (rows * layout.ways(mode), *stored.shape[1:])
-    sharding = named(mesh_of(mesh, mode), view_spec())
+    split = split or mode
+    shape = (rows * layout.ways(split), *stored.shape[1:])
+    sharding = named(mesh_of(mesh, split), view_spec())
     return jax.make_array_from_single_device_arrays(shape, sharding, views)
 
 

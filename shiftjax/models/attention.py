@@ -33,7 +33,7 @@ from shiftjax.models.attention_work import (
     tile_tokens,
     whole_blocks,
 )
-from shiftjax.models.neighbours import Neighbours
+from shiftjax.models.neighbours import Neighbours, answered
 from shiftjax.models.products import CODE, LARGEST_CODE
 from shiftjax.models.softmaxes import LOWEST, State, normalised, sinks_by_row
 
@@ -124,6 +124,9 @@ class LayerTerms:
     # of codes that the next product reads: kernels may give such in place of numbers; None: it
     # reads numbers
     codes: CodeKind | None = None
+    # queries are of the heads of all neighbours who split positions, and so is the output, of which
+    # this device's part is asked
+    of_all: bool = field(default=False, metadata={"static": True})
 
     def first(self, pool: LayerPool) -> Int32[Array, ""] | None:
         """Return the block of the pool that the layer's are counted from; None: 0."""
@@ -220,7 +223,8 @@ class LoopOptions(NamedTuple):
     with which the pool was written. `sinks` are logits of scores that no value belongs to, one for
     each head (gpt-oss). With `frees_blocks` there may be anything behind the window, NaN included.
     `neighbours` are those that split positions with this device: its pool has its own of them.
-    Where pools have no values, these are the first `values_in_keys` numbers of keys (MLA).
+    Where pools have no values, these are the first `values_in_keys` numbers of keys (MLA). Sinks
+    are of own heads; with `of_all` rows have the queries of all neighbours.
     """
 
     scale: float
@@ -232,6 +236,7 @@ class LoopOptions(NamedTuple):
     frees_blocks: bool = False
     neighbours: Neighbours | None = None
     values_in_keys: int | None = None
+    of_all: bool = False
 
     @property
     def scores(self) -> Scores:
@@ -245,7 +250,11 @@ class LoopOptions(NamedTuple):
     def values(self, state: State, times: int = 1) -> jax.Array:
         """Return the output of a softmax whose state has each head so many times."""
         sinks = sinks_by_row(self.sinks, state.total.shape[1], times)
-        return _scaled(normalised(state, sinks), _of_each(self.kv_scales)[1])
+        return self.scaled(normalised(state, sinks))
+
+    def scaled(self, values: jax.Array) -> jax.Array:
+        """Return values, or sums of them, that are in units of codes as numbers."""
+        return _scaled(values, _of_each(self.kv_scales)[1])
 
 
 def ragged_paged_attention(
@@ -361,17 +370,20 @@ def row_attention(
     """Return attention of the decode rows: row i is q[i]. Rows that have no jobs are zeros.
 
     A row sees as much of its sequence as `work` says, the window included. Where neighbours split
-    positions, each answers the queries of all of them at its own; the parts are put together.
+    positions, each answers the queries of all of them at its own; the parts are put together. With
+    `options.of_all` it has these queries, and returns its part of what they find: all add it up.
     """
     tokens, heads, head_dim = q.shape
     num_rows, neighbours = work.row_count.shape[0], options.neighbours
-    if neighbours is None:
-        state = _row_states(q, pool, block_tables, work, options)
-    else:
-        asked = neighbours.gather_queries(q[:num_rows])
-        parts = _row_states(asked, pool, block_tables, work, options)
-        state = neighbours.join(parts)
-    out = options.values(state).reshape(num_rows, heads, options.width(head_dim))
+    state, sinks = answered(
+        neighbours,
+        q if neighbours is None else q[:num_rows],
+        lambda asked: _row_states(asked, pool, block_tables, work, options),
+        sinks_by_row(options.sinks, pool[0].shape[1]),
+        of_all=options.of_all,
+    )
+    out = options.scaled(normalised(state, sinks))
+    out = out.reshape(num_rows, heads, options.width(head_dim))
     # Not zeros.at[:num_rows].set: where that covers all, its empty index array crashes Shardy.
     return jnp.pad(out[:tokens].astype(q.dtype), ((0, max(0, tokens - num_rows)), (0, 0), (0, 0)))
 

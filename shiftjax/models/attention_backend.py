@@ -45,7 +45,7 @@ from shiftjax.models.attention_work import (
 from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write, why_not_traced
 from shiftjax.models.gathered_tiles import in_gathered_tiles
 from shiftjax.models.gpu_software import what_tracing_says, why_not_assembled
-from shiftjax.models.neighbours import Neighbours, localise_by, neighbours_of
+from shiftjax.models.neighbours import Neighbours, filled, localise_by, neighbours_of
 from shiftjax.models.position_backend import position_attention
 from shiftjax.models.products import Codes
 from shiftjax.options import ConfigError
@@ -92,7 +92,12 @@ def xla_attention(
         if neighbours is None:
             return ragged_paged_attention(q, pool, tables, work, of_layer(terms))
         out = row_attention(q, pool, tables, work.rows, of_layer(terms))
-        return in_gathered_tiles(q, out, pool, tables, work, of_layer(terms))
+
+        def tiles(q, out):
+            return in_gathered_tiles(q, out, pool, tables, work, of_layer(terms))
+
+        num_rows = metadata.query_start_loc[metadata.num_decodes]
+        return filled(neighbours, tiles, q, out, num_rows, of_all=terms.of_all)
 
     def attend_rows(q, pool, block_tables, work, terms):
         tables = terms.block_tables(pool, block_tables)
@@ -100,7 +105,7 @@ def xla_attention(
 
     def of_layer(terms: LayerTerms) -> LoopOptions:
         own = windows[terms.window], terms.kv_scales, terms.sinks
-        own = *own, sizes, frees_blocks, neighbours, values_in_keys
+        own = *own, sizes, frees_blocks, neighbours, values_in_keys, terms.of_all
         return LoopOptions(factor, soft_cap, *own)
 
     def write(pool, k, v, slot_mapping, terms):

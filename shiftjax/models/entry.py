@@ -59,6 +59,6 @@ def _projected(
 
 def _shape(layer: Attention, x: Activations, pool: LayerPool, parallel: Parallel) -> EntryShape:
     """Return the heads with which this device attends."""
-    own = parallel.layout.heads_per_device, parallel.layout.kv_heads_per_device
+    own = parallel.query_heads, parallel.layout.kv_heads_per_device
     shape = entry_shape(layer.config, layer.kind, (result_type(x), pool[0].dtype))
     return shape._replace(heads=own[0], kv_heads=own[1])

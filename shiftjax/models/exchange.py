@@ -36,6 +36,9 @@ reduce-scatter of n * d * b over `sp` leaves each with its own.
 
 SwiftKV's late layers run in SHIFT in every mode, on logit rows: one all-gather of n * d * b over
 `sp` comes before them, where tokens are split.
+
+Devices that split positions exchange queries and what they find, of rows, or normalisers alone, and
+the contexts of tiles: `neighbours.py`.
 """
 
 from dataclasses import dataclass, replace
@@ -52,10 +55,12 @@ from shiftjax.parallel.grid import (
     ALL_AXES,
     DEAL_AXIS,
     EXPERT_AXES,
+    PLAIN_USE,
     SHARE_AXIS,
     TOKEN_AXES,
     WEIGHT_AXES,
     Mode,
+    Use,
 )
 from shiftjax.parallel.layout import Layout
 
@@ -73,7 +78,7 @@ class Parallel:
 
     layout: Layout
     mode: Mode
-    experts: Mode | None = None  # as which its steps use experts; None: SHIFT
+    use: Use = PLAIN_USE  # as in which modes its steps use experts, and q and o
     numerics: Numerics = FAST  # how partial products are summed
 
     def of_heads(self, heads: int) -> "Parallel":
@@ -133,7 +138,18 @@ class Parallel:
     @property
     def as_experts(self) -> Mode:
         """The mode as which its steps use experts."""
-        return self.experts or self.layout.shift
+        return self.use.experts or self.layout.shift
+
+    @property
+    def of_all(self) -> bool:
+        """Whether a device has the queries of all neighbours that split positions with it."""
+        return self.use.queries is not None
+
+    @property
+    def query_heads(self) -> int:
+        """Heads of queries that attention is given on a device."""
+        own = self.layout.heads_per_device
+        return own * self.layout.position_ways if self.of_all else own
 
     @property
     def shares(self) -> int:
@@ -254,7 +270,7 @@ class Parallel:
     @property
     def in_shift(self) -> "Parallel":
         """SHIFT inside a step of this mode: for layers that compute logit rows alone."""
-        return replace(self, mode=self.layout.shift)
+        return replace(self, mode=self.layout.shift, use=self.use._replace(queries=None))
 
     def gather_tokens(
         self, hidden: Float[Array, "tokens_sp hidden"]

@@ -83,7 +83,8 @@ class Attention(Part):
     def terms(self, place: PoolPlace | None, parallel: Parallel | None = None) -> LayerTerms:
         """What attention must know of this layer, whose part of a pool is at `place`.
 
-        With `parallel`, the output may be codes as o reads them.
+        With `parallel`, the output may be codes as o reads them, and a part of what neighbours add
+        up there.
         """
         scales, sinks = getattr(self, "kv_scale", None), getattr(self, "sinks", None)
         return LayerTerms(
@@ -92,6 +93,7 @@ class Attention(Part):
             None if sinks is None else sinks[...][:, 0],
             place,
             None if parallel is None else self._codes_into("o"),
+            parallel is not None and parallel.of_all,
         )
 
     def __call__(

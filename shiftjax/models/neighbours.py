@@ -6,6 +6,13 @@ query heads of width d on a device, in activations of b bytes, with f bytes of a
     all-gather  m * R h * d * b          every one answers the queries of all, at its own positions
     all-to-all  m * R h * (d + 2) * f    parts of each device's own heads come to it
 
+Steps of SHIFT may use q and o as R neighbours together do (`Layout.query_modes`): R times as wide,
+in shards that each of them stores. Then every one has the queries of all, and o multiplies what it
+has found, weighed by its share of the softmax; the all-reduce after o adds that up. What travels
+are normalisers, the largest score and the sum of each softmax:
+
+    all-gather  R * m * R h * 2 * f
+
 Tiles of prompts gather keys and values instead, once a layer (`gathered_tiles.py`).
 """
 
@@ -15,12 +22,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels.decode_work import DecodeWork
 from pallas_kernels.window import Window, first_seen
 from shiftjax.models.attention_work import RowWork
-from shiftjax.models.softmaxes import State, joined
+from shiftjax.models.softmaxes import State, joined, share_of, with_sinks
 from shiftjax.parallel.grid import ALL_AXES
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
@@ -68,6 +75,29 @@ class Neighbours(NamedTuple):
         found = self.exchange_parts(jnp.concatenate(packed, axis=-1))
         return joined(State(found[..., -1], found[..., -2], found[..., :-2]))
 
+    def share(self, parts: State, sinks: Float[Array, "cached own"] | None) -> State:
+        """Return softmaxes whose outputs are this device's part of those of all heads.
+
+        Its neighbours' add up to the rest. Sinks take part once, as scores that the device of a
+        head has found. One exchange, of maxima and sums.
+        """
+        if sinks is not None:
+            of_all = sinks.shape[0], sinks.shape[1] * self.positions.ways
+            parts = with_sinks(parts, self.with_own_heads(jnp.full(of_all, -jnp.inf), sinks))
+        told = jnp.stack([parts.maximum, parts.total])
+        told = jax.lax.all_gather(told, ALL_AXES, axis_index_groups=self._groups)
+        weighted = share_of(parts, told[:, 0], told[:, 1])
+        return State(parts.maximum, jnp.ones_like(parts.total), weighted)
+
+    def own_heads(self, of_all: Shaped[Array, "rows heads_of_all ..."]) -> jax.Array:
+        """Return this device's heads of those of all neighbours, which are a second dimension."""
+        own = of_all.shape[1] // self.positions.ways
+        return jax.lax.dynamic_slice_in_dim(of_all, self.part.place * own, own, 1)
+
+    def with_own_heads(self, of_all: jax.Array, own: jax.Array) -> jax.Array:
+        """Return what all neighbours have with other values of this device's heads."""
+        return jax.lax.dynamic_update_slice_in_dim(of_all, own, self.part.place * own.shape[1], 1)
+
     def gather_blocks(self, parts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Return blocks `[blocks, ...]` of all neighbours: `[ways, blocks, ...]` of each array.
 
@@ -80,6 +110,48 @@ class Neighbours(NamedTuple):
         split = jnp.split(found, ends[:-1], axis=-1)
         ways = self.positions.ways
         return tuple(x.reshape(ways, *part.shape) for x, part in zip(split, parts, strict=True))
+
+
+def answered(
+    neighbours: Neighbours | None,
+    q: Float[Array, "rows heads width"],
+    states: Callable[[jax.Array], State],
+    sinks: Float[Array, "cached own"] | None,
+    *,
+    of_all: bool,
+) -> tuple[State, Float[Array, "cached own"] | None]:
+    """Return the softmaxes of rows, and the sinks that are still to take part in them.
+
+    `states` answers queries with what a device has of contexts: its own alone, or those of all
+    neighbours. It has them already if they are `of_all`; then outputs are its part of theirs.
+    """
+    if neighbours is None:
+        return states(q), sinks
+    if of_all:
+        return neighbours.share(states(q), sinks), None
+    return neighbours.join(states(neighbours.gather_queries(q))), sinks
+
+
+def filled(
+    neighbours: Neighbours | None,
+    attend: Callable[[jax.Array, jax.Array], jax.Array],
+    q: Float[Array, "tokens heads _"],
+    out: Float[Array, "tokens heads width"],
+    num_rows: Int32[Array, ""],
+    *,
+    of_all: bool,
+) -> Float[Array, "tokens heads width"]:
+    """Return `out`, which has the decode rows, with tiles as `attend` fills them in.
+
+    Queries may be those of all neighbours: `attend` is given own heads then, of both. Other heads
+    of tiles are zeros, as their devices add them.
+    """
+    if neighbours is None or not of_all:
+        return attend(q, out)
+    is_row = jnp.arange(len(out), dtype=jnp.int32) < num_rows
+    out = jnp.where(is_row[:, None, None], out, 0)
+    own = attend(neighbours.own_heads(q), neighbours.own_heads(out))
+    return neighbours.with_own_heads(out, own)
 
 
 def neighbours_of(layout: Layout, block_size: int) -> Neighbours | None:

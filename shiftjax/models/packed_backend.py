@@ -86,7 +86,7 @@ def packed_shape(layout: Layout, formats: Formats) -> PackedShape | None:
             continue
         groups = stored[f"{weight.name}{SCALE}"].shape
         for mode in layout.modes:
-            used = layout.used_in(weight, mode, layout.shift)
+            used = layout.used_in(weight, mode)
             rows = weight.shape[0] if axis is None else layout.shard_rows(axis, used)
             if axis == "blocks":
                 _, outputs, half = weight.shape

@@ -1,11 +1,13 @@
 """Attention kernels on devices that split positions: each has a part of every context.
 
-rows      neighbours gather queries; the decode kernel answers all of them at a device's own
-          positions, which are a sequence without holes; parts come together as those of the loops
+rows      neighbours gather queries, or have made those of all; the decode kernel answers them at a
+          device's own positions, which are a sequence without holes; parts come together as those
+          of the loops, or in the sum after o
 tiles     chunks of prompts are the prefill kernel over what is gathered (`tile_backend.py`); of
           latents XLA loops (`gathered_tiles.py`)
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +44,7 @@ from shiftjax.models.attention_work import (
 )
 from shiftjax.models.entry_backend import kv_scales, pallas_entry, pallas_write
 from shiftjax.models.gathered_tiles import in_gathered_tiles
-from shiftjax.models.neighbours import localise_by, neighbours_of
+from shiftjax.models.neighbours import answered, filled, localise_by, neighbours_of
 from shiftjax.models.softmaxes import State, normalised, of_normalised, sinks_by_row
 from shiftjax.models.tile_backend import TileKernels
 from shiftjax.parallel.layout import Layout
@@ -149,7 +151,9 @@ def position_attention(
         dtype, q = q.dtype, _by_head(q)
         out = of_rows(q, pool, tables, work.rows, terms)
         if work.tiles is not None and tiles is not None:
-            out = tiles.attend(q, out, pool, metadata, terms)
+            attend = functools.partial(tiles.attend, pool=pool, metadata=metadata, terms=terms)
+            num_rows = metadata.query_start_loc[metadata.num_decodes]
+            out = filled(neighbours, attend, q, out, num_rows, of_all=terms.of_all)
         elif work.tiles is not None:
             own = model.windows[terms.window], terms.kv_scales, terms.sinks
             own = *own, sizes, model.frees_blocks, neighbours, model.values_in_keys
@@ -166,10 +170,14 @@ def position_attention(
 
     def of_rows(q, pool, block_tables, work: DecodeWork, terms: LayerTerms):
         (tokens, heads, _), count = q.shape, min(q.shape[0], work.row_length.shape[0])
-        asked = q[:count] if neighbours is None else neighbours.gather_queries(q[:count])
-        state = kernels.states(asked, pool, block_tables, work, terms)
-        state = state if neighbours is None else neighbours.join(state)
-        out = normalised(state, sinks_by_row(terms.sinks, 1)).reshape(count, heads, -1)
+        found = answered(
+            neighbours,
+            q[:count],
+            lambda asked: kernels.states(asked, pool, block_tables, work, terms),
+            sinks_by_row(terms.sinks, 1),
+            of_all=terms.of_all,
+        )
+        out = normalised(*found).reshape(count, heads, -1)
         return jnp.pad(out.astype(q.dtype), ((0, tokens - count), (0, 0), (0, 0)))
 
     workers = workers_of(config.decode.num_blocks, kernels.groups)

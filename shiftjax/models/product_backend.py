@@ -132,7 +132,7 @@ def code_shape(layout: Layout, formats: Formats) -> CodeShape | None:
             continue
         scale = stored[f"{weight.name}{SCALE}"]
         for mode in layout.modes:
-            used = layout.used_in(weight, mode, layout.shift)
+            used = layout.used_in(weight, mode)
             rows = weight.shape[0] if axis is None else layout.shard_rows(axis, used)
             own = rows, *weight.shape[1:]
             if weight.transposed:
@@ -157,7 +157,7 @@ def plain_shape(layout: Layout, formats: Formats) -> CodeShape | None:
         if weight.kind != "matrix" or axis == "experts" or not can_be_codes(weight):
             continue
         for mode in layout.modes:
-            used = layout.used_in(weight, mode, layout.shift)
+            used = layout.used_in(weight, mode)
             rows = weight.shape[0] if axis is None else layout.shard_rows(axis, used)
             *before, last = rows, *weight.shape[1:]
             first = math.prod(before)

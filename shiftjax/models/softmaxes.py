@@ -51,6 +51,26 @@ def both(one: State, other: State) -> State:
     return State(highest, total, wide[0] * one.weighted + wide[1] * other.weighted)
 
 
+def with_sinks(state: State, sinks: Float[Array, "cached rows"]) -> State:
+    """Return the softmaxes with scores that have no values: -inf changes nothing."""
+    maximum = jnp.maximum(state.maximum, sinks[None])
+    decay = jnp.exp(state.maximum - maximum)
+    total = state.total * decay + jnp.exp(sinks[None] - maximum)
+    return State(maximum, total, state.weighted * decay[..., None])
+
+
+def share_of(
+    part: State,
+    maximum: Float[Array, "parts lanes cached rows"],
+    total: Float[Array, "parts lanes cached rows"],
+) -> Float[Array, "lanes cached rows width"]:
+    """Return what one part adds to the output, by the normalisers of all; zeros without keys."""
+    highest = maximum.max(0)
+    whole = (jnp.exp(maximum - highest[None]) * total).sum(0)
+    gain = jnp.exp(part.maximum - highest) / jnp.where(whole == 0, 1.0, whole)
+    return part.weighted * gain[..., None]
+
+
 def normalised(
     state: State, sinks: Float[Array, "cached rows"] | None
 ) -> Float[Array, "lanes cached rows width"]:

@@ -66,6 +66,16 @@ class Mode(NamedTuple):
         return "base" if self.sp == self.width else f"sp{self.sp}"
 
 
+class Use(NamedTuple):
+    """As in which modes a program uses weights that do not follow its own mode."""
+
+    experts: Mode | None = None  # None: as in SHIFT
+    queries: Mode | None = None  # q, o and what is theirs: `Layout.query_modes`; None: as its own
+
+
+PLAIN_USE = Use()
+
+
 def axis_sizes(mode: Mode, experts: Mode, tp: int) -> tuple[int, int, int, int, int]:
     """The sizes of `ALL_AXES` in steps of a mode whose experts are split as in another.
 

@@ -14,7 +14,7 @@ from shiftjax.arch.cache import CacheSpec, Entry, LayerCache
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import Weight, plain_axis, read_axis
 from shiftjax.parallel.blocks import heads_of_block
-from shiftjax.parallel.grid import Group, Mode
+from shiftjax.parallel.grid import PLAIN_USE, Group, Mode, Use
 from shiftjax.parallel.positions import Positions
 
 # To a multiple of P.
@@ -63,6 +63,8 @@ class Layout:
     split.
 
     With `by_position` devices that would hold copies of a KV head split its positions instead.
+    Which of `query_modes` a step of theirs has is its own choice, but for `normalisers`: True, all
+    steps that may have queries of all neighbours have them; False, none has.
 
     `leaves` are devices of which each would have whole shards, a multiple of all of them: of
     another configuration that shall add up the same numbers (`models/sums.py`).
@@ -77,6 +79,7 @@ class Layout:
     experts_as: int | None = None
     by_position: bool = False
     leaves: int = 0
+    normalisers: bool | None = None
 
     @property
     def num_devices(self) -> int:
@@ -129,6 +132,20 @@ class Layout:
         if (wanted := self.experts_as) is None:
             return found
         return (min(found, key=lambda each: (abs(each.sp - wanted), each.sp)),)
+
+    def query_modes(self, mode: Mode) -> tuple[Mode, ...]:
+        """The modes as which steps of a mode may use q and o; the first is their own.
+
+        In SHIFT the other is that of neighbours who split positions: as its steps use q and o, a
+        device has the heads of all of them, in shards that it stores. Then of decode rows nothing
+        but normalisers travels. Not for MLA, nor where norms are of the heads of all devices.
+        """
+        wide, model = Mode(self.sp, self.position_ways), self.model
+        is_plain = model.latent is None and not model.wide_qk_norm and not self.gathers
+        can = mode == self.shift and wide in self.modes and wide != mode and is_plain
+        if not can or self.normalisers is False:
+            return (mode,)
+        return (wide,) if self.normalisers else (mode, wide)
 
     @property
     def padded_for(self) -> int:
@@ -360,14 +377,16 @@ class Layout:
             return self.shift
         return self.least_split if weight.split == "experts" else self.base
 
-    def used_in(self, weight: Weight, mode: Mode, experts: Mode) -> Mode:
+    def used_in(self, weight: Weight, mode: Mode, use: Use = PLAIN_USE) -> Mode:
         """Return the mode as whose steps split it a weight enters a step of `mode`.
 
-        Experts are used as in a mode of their own.
+        Experts, and what makes queries and reads what they find, are used as `use` says.
         """
         if weight.in_shift:
             return self.shift
-        return experts if weight.split == "experts" else mode
+        if weight.split == "experts":
+            return use.experts or self.shift
+        return mode if use.queries is None or not _is_of_queries(weight) else use.queries
 
     def is_gathered(self, weight: Weight) -> bool:
         """Whether modes that split tokens gather a weight: those of layers that modes differ in."""
@@ -426,12 +445,15 @@ class Layout:
             return len(layout.kv_heads_of_ranks(mode)[0])
         return size // self.ways(mode)
 
-    def attention_columns(self, mode: Mode, num_kv: int = 2) -> tuple[int, int]:
+    def attention_columns(
+        self, mode: Mode, num_kv: int = 2, queries_as: Mode | None = None
+    ) -> tuple[int, int]:
         """Columns of a device's products in a mode: those of q, and of q, k and v together.
 
-        `num_kv` is how many of k and v there are (`LayerParts`).
+        `num_kv` is how many of k and v there are (`LayerParts`). q is used as in the mode
+        `queries_as`, if one is given.
         """
-        queries = self.num_heads // self.ways(mode) * self.model.value_dim
+        queries = self.num_heads // self.ways(queries_as or mode) * self.model.value_dim
         kv = len(self.kv_heads_of_ranks(mode)[0]) * self.model.head_dim
         return queries, queries + num_kv * kv
 
@@ -450,3 +472,8 @@ class Layout:
             heads = layout.kv_heads_of_ranks(mode)[rank]
             return layout.base_kv_heads[base_rank].index(heads[0])
         return (rank - base_rank * (stored // mode.sp)) * self.shard_rows(axis, mode)
+
+
+def _is_of_queries(weight: Weight) -> bool:
+    """Whether it is q or o of attention, or belongs to one: biases, norms, scales."""
+    return ".attention." in weight.name and weight.split not in (None, "kv_heads")

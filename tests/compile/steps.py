@@ -30,6 +30,7 @@ from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
 from shiftjax.costs.collectives import Collective, sampling_collectives, step_collectives
 from shiftjax.costs.expert_modes import ExpertModes, by_bytes
+from shiftjax.costs.query_modes import QueryModes
 from shiftjax.device.all_reduces import all_reduce_kinds
 from shiftjax.device.gpu_options import gpu_options
 from shiftjax.device.mesh import make_mesh
@@ -45,7 +46,7 @@ from shiftjax.models.expert_backend import XLA_EXPERTS, choose_experts
 from shiftjax.models.norm_backend import choose_norms
 from shiftjax.models.product_backend import choose_products, fixed_products
 from shiftjax.models.sum_backend import SumBackend
-from shiftjax.parallel.grid import Device, Mode
+from shiftjax.parallel.grid import Device, Mode, Use
 from shiftjax.parallel.layout import Layout
 
 NUM_DEVICES = 8
@@ -88,6 +89,7 @@ class Case(NamedTuple):
     sums: str = "xla"  # or multimem; "one shot": that of models whose streams devices keep whole
     by_position: bool = False  # devices split positions of KV
     numerics: NumericsName = "fast"
+    normalisers: bool = False  # in SHIFT then nothing but these travels of rows
     sampler: Sampler = greedy  # or `sample`, the engine's own, which takes three times as long
 
     @property
@@ -111,6 +113,7 @@ class Case(NamedTuple):
             config = replace(config, architecture="llama_swiftkv", num_kv_layers=early)
         layout = Layout(config, self.sp, self.tp, self.units, self.strategy == "gather")
         own = {"experts_as": self.experts_sp, "by_position": self.by_position}
+        own["normalisers"] = self.normalisers
         return replace(layout, experts_sp=self.experts_sp, **own)
 
     @property
@@ -158,7 +161,7 @@ class CompiledStep(NamedTuple):
     def shards(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Every declared weight in the mode of the step, as if each were an array."""
         weights = self.step.weights._replace(is_joined=False)
-        return weights.abstract(self.case.mode, self.step.mesh, self.case.experts)
+        return weights.abstract(self.case.mode, self.step.mesh, used(self.step, self.case))
 
 
 def modes_of(sp: int) -> list[Mode]:
@@ -208,7 +211,7 @@ class Compiler:
 def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
     """Compile a step the way the engine does."""
     step, pool = define_step(case, devices)
-    params = step.weights.abstract(case.mode, step.mesh, case.experts)
+    params = step.weights.abstract(case.mode, step.mesh, used(step, case))
     pools = pools_of(step, pool)
     packing, tables = abstract_inputs(step, pool, case.bucket)
     with dumped_thunks() as (dump, thunks):
@@ -229,6 +232,11 @@ def compile_step(case: Case, devices: list[Device]) -> CompiledStep:
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
     )
+
+
+def used(step: StepDef, case: Case) -> Use:
+    """As in which modes the step of a case uses experts, and q and o."""
+    return step.use_in(case.mode, case.bucket[:2])
 
 
 def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions]:
@@ -265,6 +273,7 @@ def define_step(case: Case, devices: list[Device]) -> tuple[StepDef, PoolOptions
         gpu_options=_options(devices[0], case.gpu_options),
         experts=experts,
         expert_modes=ExpertModes(layout, by_bytes(case.formats)),
+        query_modes=QueryModes(layout),
         products=products,
         norms=choose_norms(
             layout, case.formats, attention.name, gives_codes=products.codes.name == "pallas"
@@ -288,8 +297,8 @@ def sampler_collectives(one: CompiledStep) -> list[Collective]:
 def predicted_moves(one: CompiledStep) -> list[Collective]:
     """All collectives of its program, as the costs have them and its sampler adds to them."""
     layout, bucket = one.step.layout, one.case.bucket
-    experts = one.step.experts_in(one.case.mode, bucket.tokens)
-    moves = step_collectives(layout, one.case.mode, *bucket[:2], one.case.formats, experts)
+    own = one.case.formats, used(one.step, one.case)
+    moves = step_collectives(layout, one.case.mode, *bucket[:2], *own)
     return moves + sampler_collectives(one)
 
 

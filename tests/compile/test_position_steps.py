@@ -46,9 +46,10 @@ def model():
     return replace(PRESETS["llama-70b"], **sizes)
 
 
-@pytest.mark.parametrize("size", ["bf16", "fp8"])
-def test_decodes_are_kernels_and_two_exchanges_in_a_layer(model, size):
-    one = compile_step(SplitCase(8, 1, Mode(8, 1), size, model=model), chip_devices())
+@pytest.mark.parametrize(("size", "normalisers"), [("bf16", True), ("fp8", True), ("fp8", False)])
+def test_decodes_are_kernels_and_two_exchanges_in_a_layer_or_one(model, size, normalisers):
+    case = SplitCase(8, 1, Mode(8, 1), size, model=model, normalisers=normalisers)
+    one = compile_step(case, chip_devices())
     assert one.step.attention.name == "pallas" and one.step.layout.position_ways == WAYS
     assert one.text.count(KERNEL) >= 2 * NUM_LAYERS  # what attends, and what combines
     assert " while(" not in one.text  # and so the step is one graph

@@ -12,7 +12,7 @@ from engines import checkpoint, make
 from hlo import FLOAT32_BYTES, collectives, counted, instructions, product_flops, unordered
 from lean import greedy_collectives
 from oracle import numpy_speculator
-from spent import quick, thorough
+from spent import exhaustive, quick, thorough
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.formats import formats_of
@@ -57,6 +57,8 @@ EXPERTS = {  # in the second layer of two, and one that all tokens use
 ODD = {"hidden_size": 80, "intermediate_size": 272, "vocab_size": 331, "head_dim": 32}
 
 
+NORMALISERS: dict[str, Any] = {"controls": {"normalisers": True}}
+
 # Heads that fall evenly are the plainest case: one mesh with all three modes will do.
 CASES = [(*mesh, heads) for mesh in MESHES for heads in ("replicated", "padded")]
 
@@ -77,9 +79,10 @@ def test_predicted_collectives_equal_the_compiled_ones(sp, tp, heads):
 @pytest.mark.parametrize(
     ("sp", "tp", "sizes", "options"),
     [
-        (2, 2, {}, {}),
-        *thorough((4, 2, {}, {})),
+        (2, 2, {}, NORMALISERS),  # in SHIFT; base has the others
+        *thorough((4, 2, SWIFTKV, NORMALISERS | {"quantization": "fp8"})),
         *thorough((1, 8, SWIFTKV, {"kv_cache_dtype": "fp8"})),
+        *exhaustive((2, 2, {}, {}), (4, 2, {}, {}), (8, 1, EXPERTS, NORMALISERS)),
     ],
 )
 def test_neighbours_exchange_queries_parts_and_contexts(sp, tp, sizes, options):
@@ -208,7 +211,8 @@ def check_model(directory: Path, sp: int, tp: int, **settings: Any) -> list[str]
     for mode in runner.step.layout.modes:
         layout, bucket = runner.step.layout, program.bucket
         experts = runner.step.experts_in(mode, bucket.tokens)
-        moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats, experts)
+        use = runner.step.use_in(mode, bucket[:2])
+        moves = step_collectives(layout, mode, *bucket[:2], runner.step.model.formats, use)
         gathered = gathered_tokens(runner.step.block_size, GATHERED_TOKENS_ON_CPU)
         of_layer = context_gathers(layout, runner.step.model.formats, gathered)
         moves += layout.model.num_early_layers * of_layer

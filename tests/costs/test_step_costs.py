@@ -1,6 +1,7 @@
 """The cost model against sums done by hand, and against what must hold of any machine."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -431,7 +432,7 @@ def test_split_positions_are_read_once_and_exchanged():
     layout = Layout(replace(PRESETS["llama-8b"], num_kv_heads=2), 4, 2)
     machine, engine = load_machine("h200x8"), load_engine("shiftjax")
     formats = Formats("bfloat16", "bfloat16", "bfloat16")
-    layouts = layout, replace(layout, by_position=True)
+    layouts = layout, replace(layout, by_position=True, normalisers=False)
     whole, split = (CostModel(each, machine, engine, formats) for each in layouts)
     short, long = Work.decode(1, 2048), Work.decode(64, 131_072)
     for mode in layout.modes:
@@ -459,6 +460,33 @@ def test_split_positions_are_read_once_and_exchanged():
         ("all-gather", 4, 10 * 16 * 128 * 2),
         ("all-to-all", 4, 10 * 16 * 130 * 4),
     ]
+
+
+def test_normalisers_travel_alone_where_q_and_o_are_small():
+    """Of 4 KV heads on 8 devices: with few tokens, in SHIFT; what is wider is read and computed."""
+    layout = Layout(PRESETS["qwen3-30b-a3b"], 8, 1, by_position=True)
+    wide, costs_of = Mode(8, 2), partial(CostModel, machine=load_machine("h200x8"))
+    costs_of = partial(costs_of, engine=load_engine("shiftjax"), formats=Formats("bfloat16"))
+    auto, never, always = (
+        costs_of(replace(layout, normalisers=given)) for given in (None, False, True)
+    )
+    sizes = [(n, min(n, 256)) for n in (1, 64, 256, 8192)]
+    for size in sizes:
+        both = [each.mode_seconds(layout.shift, size) for each in (never, always)]
+        assert auto.mode_seconds(layout.shift, size) == min(both)
+        assert auto.query_modes(layout.shift, size) == (wide if both[1] < both[0] else Mode(8, 1))
+    chosen = [auto.query_modes(layout.shift, size) == wide for size in sizes]
+    assert chosen == [True, True, True, False]
+    assert {auto.query_modes(mode, (8, 8)) == mode for mode in layout.modes[:-1]} == {True}
+    own = {"of_all": True}
+    (told,) = row_exchanges(layout, 10, 2, **own)
+    assert told[:3] == ("all-gather", 2, 2 * 10 * 8 * 8)  # two numbers of 2 x 4 heads of each
+    moved = [each.breakdown(layout.shift, Work.decode(64, 1)).collectives for each in (never, auto)]
+    exchanges = (row_exchanges(layout, 64, 2), row_exchanges(layout, 64, 2, **own))
+    apart = [48 * auto.layers.move(each) for each in exchanges]
+    assert moved[0] - moved[1] == pytest.approx(apart[0] - apart[1])
+    products = [each.products_seconds(layout.shift, 64) for each in (never, always)]
+    assert products[1] > products[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Devices compile the use of experts that prices assume: both ask one function."""
+"""Devices compile the use of weights that prices assume: both ask one function."""
 
 import jax
 import pytest
@@ -9,7 +9,7 @@ from shiftjax.costs.expert_modes import ExpertModes, by_bytes
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.resolve import resolve
-from shiftjax.device.choosers import choosers_of, expert_modes_of
+from shiftjax.device.choosers import choosers_of, expert_modes_of, query_modes_of
 from shiftjax.parallel.grid import Mode
 
 MEMORY = 141_000_000_000
@@ -41,3 +41,24 @@ def test_where_they_are_not_bytes_decide():
     unknown = deployment(max_num_batched_tokens=8192, shift_threshold=64)
     found = uses(expert_modes_of(unknown, jax.devices()[0]), unknown)
     assert found == uses(ExpertModes(unknown.layout, by_bytes(unknown.formats)), unknown)
+
+
+def test_who_makes_queries_follows_from_costs_or_is_left_alone():
+    priced, unknown, same_bits = (
+        deployment(kv_split="position", max_num_batched_tokens=8192, **more)
+        for more in (
+            {"policy": "cost", "machine": "h200x8"},
+            {"shift_threshold": 64},
+            {"policy": "cost", "machine": "h200x8", "deterministic": True},
+        )
+    )
+    shift, wide, found = priced.layout.shift, Mode(8, 2), []
+    simulated = priced.costs(load_machine("h200x8"), load_engine("shiftjax")).stages[0].query_modes
+    for each in (priced, unknown, same_bits):
+        modes = query_modes_of(each, jax.devices()[0])
+        found.append({(mode, b[:2]): modes(mode, b[:2]) for b in each.buckets for mode in (shift,)})
+    assert found[0] == {key: simulated(*key) for key in found[0]}
+    assert set(found[0].values()) == {shift, wide}
+    assert set(found[1].values()) == set(found[2].values()) == {shift}
+    assert unknown.layout.query_modes(shift) == (shift, wide)
+    assert same_bits.layout.query_modes(shift) == (shift,)

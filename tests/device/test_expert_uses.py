@@ -21,7 +21,7 @@ from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.models.experts import deal
 from shiftjax.parallel.arrangements import equal_groups
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -101,9 +101,9 @@ def chosen():
     return built, config, tensors
 
 
-def uses_of(runner: Any) -> set[tuple[Mode, Mode]]:
+def uses_of(runner: Any) -> set[tuple[Mode, Use]]:
     return {
-        (mode, runner.step.experts_in(mode, program.bucket.tokens))
+        (mode, runner.step.use_in(mode, program.bucket[:2]))
         for program in runner.programs
         for mode in program.steps
     }
@@ -116,7 +116,7 @@ def test_programs_that_choose_give_the_tokens_of_the_oracle(chosen):
     (runner,) = built.runners
     want = expected(config, tensors, PROMPTS, 12)
     texts(built, 0)  # modes that the policy does not want are compiled when they are asked for
-    assert len({used.sp for _, used in uses_of(runner)}) > 1
+    assert len({used.experts for _, used in uses_of(runner)}) > 1
     told = [text for name, text in built.experts.items() if name.startswith("base, ")]
     assert told and all("(fewest bytes a layer: " in text for text in told)
     held = held_bytes([a for use in uses_of(runner) for a in runner.memory.params(*use)])
@@ -132,7 +132,7 @@ def test_programs_that_choose_give_the_tokens_of_the_oracle(chosen):
 def test_experts_of_every_use_are_views_and_biases_are_shared(chosen):
     runner = chosen[0].runners[0]
     layout, declared = runner.step.layout, runner.step.model.declared
-    stored = runner.memory.params(layout.base, layout.least_split)
+    stored = runner.memory.params(layout.base, Use(layout.least_split))
     assert layout.least_split.sp > 1
     for use in uses_of(runner):
         views = 0
@@ -143,7 +143,7 @@ def test_experts_of_every_use_are_views_and_biases_are_shared(chosen):
                 offset = shard.data.unsafe_buffer_pointer() - owner.unsafe_buffer_pointer()
                 assert 0 <= offset <= owner.nbytes - shard.data.nbytes, weight.name
                 views += shard.data.nbytes < owner.nbytes
-        assert (views > 0) == (use[1] != layout.least_split)
+        assert (views > 0) == (use[1].experts != layout.least_split)
 
 
 # ------------------------------------------------------------------ beside other features

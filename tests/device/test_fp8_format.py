@@ -87,7 +87,7 @@ def in_mode(source: TensorSource, sp: int, tp: int, mode: Mode, *, from_host: bo
         if weight.kind not in ("codes", "scale"):
             continue
         values, axis = np.asarray(array), weight.axes[0]
-        used = layout.used_in(weight, mode, layout.shift)
+        used = layout.used_in(weight, mode)
         rows = np.arange(len(values)) if axis is None else layout.source_rows(axis, used)
         for row, value in zip(rows, values, strict=True):
             if row >= 0:

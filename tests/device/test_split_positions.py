@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +20,23 @@ from shiftjax.device.programs import CompileCounter
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.host_tier.host_stats import HostStats
+from shiftjax.parallel.grid import Mode
 
 PARITY = Path(__file__).parent.parent / "data" / "parity"
 TWO_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-def split(directory: Path, sp: int, tp: int, **options) -> Built:
-    """An engine whose pools hold NaN wherever nothing was written."""
-    built = make(directory, sp, tp, None, **({"kv_split": "position"} | options))
+def split(directory: Path, sp: int, tp: int, *, controls: Any = None, **options) -> Built:
+    """An engine whose pools hold NaN wherever nothing was written.
+
+    In SHIFT rows exchange normalisers alone where they can, and in other modes queries and parts.
+    """
+    options = {
+        "kv_split": "position",
+        "controls": {"normalisers": True} | (controls or {}),
+    } | options
+    built = make(directory, sp, tp, None, **options)
     for runner in built.runners:
         for program in runner.programs:
             for mode in runner.step.weights.modes:
@@ -59,18 +68,53 @@ def pool_bytes(built: Built) -> set[int]:
     return set(found.values())
 
 
+def check_views(runner: Any) -> None:
+    """q and o in SHIFT are of the heads of all neighbours, in the memory of what is stored."""
+    step, memory = runner.step, runner.memory
+    layout, size = step.layout, (8, 8)
+    stored, wide = (
+        memory.params(mode, step.use_in(mode, size)) for mode in (layout.base, layout.shift)
+    )
+    num_views = 0
+    for weight, whole, part in zip(step.model.declared, stored, wide, strict=True):
+        if weight.split != "heads":
+            continue
+        shards = {shard.device: shard.data for shard in whole.addressable_shards}
+        for shard in part.addressable_shards:
+            assert len(shard.data) == layout.heads_per_device * layout.position_ways
+            owner = shards[shard.device]
+            offset = shard.data.unsafe_buffer_pointer() - owner.unsafe_buffer_pointer()
+            assert 0 <= offset <= owner.nbytes - shard.data.nbytes, weight.name
+            num_views += 1
+    assert num_views == 2 * layout.model.num_layers * layout.num_devices
+
+
 @pytest.mark.costs(20)
 @pytest.mark.parametrize(
-    ("sp", "tp", "ways", "num_blocks"),
-    [(2, 2, 2, 22), *thorough((1, 8, 4, 14), (6, 1, 3, 17)), *exhaustive((4, 2, 4, 14))],
+    ("sp", "tp", "ways", "num_blocks", "normalisers"),
+    [
+        (2, 2, 2, 22, True),
+        *thorough((8, 1, 4, 14, True), (1, 8, 4, 14, False)),
+        *exhaustive(
+            (2, 2, 2, 22, False), (4, 2, 4, 14, True), (8, 1, 2, 22, True), (6, 1, 3, 17, True)
+        ),
+    ],
 )
-def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks):
-    """With chunks, prefixes that are found and preemption; no switch compiles or takes memory."""
-    directory, config, tensors = checkpoint(**TWO_HEADS)
+def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks, normalisers):
+    """With chunks, prefixes that are found and preemption; no switch compiles or takes memory.
+
+    Rows exchange `normalisers` alone in SHIFT, or queries and parts.
+    """
+    heads = {"num_attention_heads": 16, "num_key_value_heads": sp * tp // ways}
+    directory, config, tensors = checkpoint(**TWO_HEADS | (heads if ways == 2 and sp == 8 else {}))
     options = {"num_blocks": num_blocks, "token_buckets": [8, 32], "max_model_len": 90}
-    built = split(directory, sp, tp, **options)
+    built = split(directory, sp, tp, controls={"normalisers": normalisers}, **options)
     (runner,) = built.runners
     assert runner.step.layout.position_ways == ways and runner.step.block_size == 4 * ways
+    uses = {runner.step.use_in(runner.step.layout.shift, (size, size)).queries for size in (8, 32)}
+    assert uses == {Mode(sp, ways) if normalisers else None}
+    if normalisers:
+        check_views(runner)
     counter, bytes_before = CompileCounter(), pool_bytes(built)
     feed = CacheFeed([lane.scheduler.tables.device for lane in built.engine.lanes])
     counter.start()
@@ -94,7 +138,11 @@ def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks
 @pytest.mark.costs(8)
 def test_a_device_holds_its_part_of_a_block_and_no_more():
     directory, *_ = checkpoint(**TWO_HEADS)
-    whole, parts = (split(directory, 2, 2, kv_split=by) for by in ("replicate", "position"))
+    own = {"policy": "cost", "machine": "h200x8", "controls": {"normalisers": None}}
+    whole, parts = (split(directory, 2, 2, kv_split=by, **own) for by in ("replicate", "position"))
+    assert whole.rows == {}
+    assert [name[:6] for name in parts.rows] == ["shift,"]
+    assert all(what.startswith("normalisers alone (") for what in parts.rows.values())
     deployments = whole.deployment, parts.deployment
     each = [kv_token_bytes(it.layout, it.formats) for it in deployments]
     held = [it.num_blocks * it.block_size for it in deployments]
@@ -109,7 +157,7 @@ def test_a_device_holds_its_part_of_a_block_and_no_more():
 @pytest.mark.parametrize(
     ("name", "sp", "tp"),
     [
-        ("gpt_oss", 1, 4),  # sinks, and windows of which one is freed
+        ("gpt_oss", 4, 1),  # sinks, and windows of which one is freed
         ("deepseek_v3", 2, 2),  # a latent, which all devices split
         *thorough(("deepseek_v2", 1, 4)),
         *thorough(("gemma2", 2, 2)),  # soft caps, and windows

@@ -26,7 +26,7 @@ from shiftjax.models.exchange import Parallel
 from shiftjax.models.experts import route
 from shiftjax.models.layers import Context, Rope
 from shiftjax.models.mlp import MoE
-from shiftjax.parallel.grid import EXPERT_AXES, TOKEN_AXES, WEIGHT_AXES, Mode
+from shiftjax.parallel.grid import EXPERT_AXES, TOKEN_AXES, WEIGHT_AXES, Mode, Use
 from shiftjax.parallel.layout import Layout
 from shiftjax.weights.random import RandomSource
 
@@ -92,7 +92,7 @@ def of_shared(one: Case) -> np.ndarray:
 def compiled(sp: int, tp: int, mode: Mode, k: int = 4, experts_sp: int = 1):
     """The layer of experts in a mode, as a function of global arrays and the number of tokens."""
     layout = Layout(CONFIGS[k], sp, tp, experts_sp=experts_sp)
-    parallel = Parallel(layout, mode, Mode(sp, experts_sp))
+    parallel = Parallel(layout, mode, Use(Mode(sp, experts_sp)))
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
 
     def run(x, router, gate, up, down, shared, num_tokens):
@@ -107,7 +107,7 @@ def compiled(sp: int, tp: int, mode: Mode, k: int = 4, experts_sp: int = 1):
         return layer(x, context).whole(parallel.sum)
 
     tokens, experts = P(TOKEN_AXES), P(EXPERT_AXES)
-    mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode, parallel.experts)
+    mesh = mesh_of(make_mesh(jax.devices()[: sp * tp], sp, tp), mode, parallel.as_experts)
     specs = (tokens, P(), experts, experts, experts, P(WEIGHT_AXES), P())
     mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=tokens, check_vma=False)
     return jax.jit(mapped)

@@ -9,7 +9,7 @@ import pytest
 import test_split_attention as split
 from defined_kernels import by_definition
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from spent import thorough
+from spent import exhaustive, thorough
 from test_attention import STEPS, Case, make_case, row_errors
 
 from pallas_kernels import reference
@@ -170,9 +170,16 @@ def test_decodes_of_latents_beside_prompts(splits, monkeypatch):
 
 
 @pytest.mark.costs(8)
-@pytest.mark.parametrize("name", ["decodes and prompts", "decodes at stripes"])
-def test_devices_answer_each_other(name, monkeypatch):
-    """Two KV heads on four devices: queries travel, parts come back; prompts gather keys."""
+@pytest.mark.parametrize(
+    ("name", "of_all"),
+    [
+        ("decodes and prompts", True),
+        ("decodes at stripes", False),
+        *exhaustive(("decodes and prompts", False), ("decodes at stripes", True)),
+    ],
+)
+def test_devices_answer_each_other(name, of_all, monkeypatch):
+    """Two KV heads on four devices: queries and parts travel, or normalisers; of prompts keys."""
     monkeypatch.setattr(split, "DEVICES", 4)
     monkeypatch.setattr(split, "SPLIT", Positions(2, BLOCK))
     by_definition(monkeypatch)
@@ -184,7 +191,7 @@ def test_devices_answer_each_other(name, monkeypatch):
     steps = STEPS | {"decodes at stripes": ([1] * len(AT_STRIPES), AT_STRIPES, 16, 16)}
     own = {"block_size": 2 * BLOCK, "q_per_kv": 8, "head_dim": 64, "dtype": "bfloat16"}
     case, sinks = make_case(*steps[name], **own), jnp.linspace(-2, 3, 16)
-    out = split.run(case, backend, sinks)
+    out = split.run(case, backend, sinks, of_all=of_all)
     wanted = expected(case, AttentionOptions(64**-0.5, 50, sinks=sinks))
     assert (row_errors(case, out, wanted) <= MOST_ERROR).all()
     assert not out[case.metadata.query_start_loc[-1] :].any()

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from spent import thorough
+from spent import exhaustive, thorough
 from test_attention import STEPS, Case, make_case, row_errors, tolerance
 
 from pallas_kernels import reference
@@ -67,8 +67,11 @@ def positions_of(case: Case) -> np.ndarray:
     return found
 
 
-def run(case: Case, backend: AttentionBackend, sinks=None) -> np.ndarray:
-    """What 8 devices make of a step, all heads of it."""
+def run(case: Case, backend: AttentionBackend, sinks=None, *, of_all=False) -> np.ndarray:
+    """What 8 devices make of a step, all heads of it.
+
+    With `of_all` each has the queries of its neighbours, and what they find is added up.
+    """
     of = case.metadata
     contexts = of.block_tables, of.seq_lens, of.query_start_loc, int(of.num_decodes)
     num_rows = max(len(of.seq_lens), int(of.query_start_loc[of.num_decodes]))
@@ -87,15 +90,22 @@ def run(case: Case, backend: AttentionBackend, sinks=None) -> np.ndarray:
         check_vma=False,
     )
     def attend(q, pools, inputs, sinks):
-        terms = LayerTerms(sinks=sinks)
+        terms, neighbours = LayerTerms(sinks=sinks, of_all=of_all), Neighbours(SPLIT, DEVICES)
         pool = tuple(each[0] for each in pools)
-        return backend.attend(q, pool, localise(inputs).attention, terms)
+        q = neighbours.gather_queries(q) if of_all else q
+        out = backend.attend(q, pool, localise(inputs).attention, terms)
+        if not of_all:
+            return out
+        groups = np.arange(DEVICES).reshape(-1, SPLIT.ways).tolist()
+        whole = jax.lax.psum(out.astype(jnp.float32), ALL_AXES, axis_index_groups=groups)
+        return neighbours.own_heads(whole)
 
     return np.asarray(attend(case.q, pools_by_device(case), inputs, sinks), np.float64)
 
 
-def check(case: Case, window=None, sizes=SMALL, soft_cap=None, sinks=None) -> None:
-    out = run(case, backend_of(case.q.shape[-1], window, sizes, soft_cap), sinks)
+def check(case: Case, window=None, sizes=SMALL, soft_cap=None, sinks=None, *, of_all=False) -> None:
+    backend = backend_of(case.q.shape[-1], window, sizes, soft_cap)
+    out = run(case, backend, sinks, of_all=of_all)
     of = case.metadata
     k, v = case.pool
     kv = PagedKV(k, v, of.block_tables, of.seq_lens)
@@ -110,11 +120,17 @@ def case_of(name: str, **more) -> Case:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["decodes at stripes", "decodes and prompts", *thorough(*(s for s in STEPS if s != "nothing"))],
+    ("name", "of_all"),
+    [
+        ("decodes at stripes", False),
+        ("decodes and prompts", False),
+        ("decodes and prompts", True),
+        *thorough(*((s, False) for s in STEPS if s != "nothing")),
+        *exhaustive(("decodes at stripes", True)),
+    ],
 )
-def test_equals_the_definition(name):
-    check(case_of(name))
+def test_equals_the_definition(name, of_all):
+    check(case_of(name), of_all=of_all)
 
 
 @pytest.mark.parametrize("splits", [4, *thorough(2)])
@@ -123,10 +139,14 @@ def test_runs_in_the_order_of_a_fleet_s_places(splits, monkeypatch):
     check(case_of("decodes and prompts"))
 
 
-@pytest.mark.parametrize("window", [7, *thorough(1, 40, Chunk(24))])
-def test_windows_sinks_and_soft_caps(window):
+@pytest.mark.parametrize(
+    ("window", "of_all"),
+    [(7, True), *thorough((1, False), (40, True), (Chunk(24), False)), *exhaustive((7, False))],
+)
+def test_windows_sinks_and_soft_caps(window, of_all):
     case = case_of("decodes and prompts", seed=1)
-    check(case, window, soft_cap=3.0, sinks=jnp.linspace(-2, 3, case.q.shape[1]))
+    sinks = jnp.linspace(-2, 3, case.q.shape[1])
+    check(case, window, soft_cap=3.0, sinks=sinks, of_all=of_all)
 
 
 @pytest.mark.thorough
@@ -142,3 +162,4 @@ def test_rows_of_one_sequence_see_what_they_may():
         [5, 5, 5], lens, 16, 4, block_size=SPLIT.stripe, q_per_kv=8, num_decodes=3, num_rows=15
     )
     check(case)
+    check(case, of_all=True)

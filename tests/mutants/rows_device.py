@@ -190,7 +190,7 @@ VIEWS_ROWS = (
         "late layers are split as the mode is", "views", LAYOUT,
         """        if weight.in_shift:
             return self.shift
-        return experts if""", "        return experts if",
+        if weight.split == "experts":""", """        if weight.split == "experts":""",
         (SWIFTKV,), "a late layer gets shards of another shape",
     ),
     Mutant(

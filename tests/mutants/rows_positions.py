@@ -89,6 +89,31 @@ ROWS = (
         (TEST_COSTS,), "the exchange of short heads is priced too low",
     ),
     Mutant(
+        "sinks take part on every device", "positions", NEIGHBOURS,
+        "jnp.full(of_all, -jnp.inf), sinks)", "jnp.full(of_all, 0.0), sinks)",
+        (TEST_ATTENTION, ON_DEVICES), "sums of parts are too small",
+    ),
+    Mutant(
+        "devices weigh their parts as if they had all", "positions", SOFTMAXES,
+        "/ jnp.where(whole == 0, 1.0, whole)", "/ part.total",
+        (TEST_ATTENTION, ON_DEVICES), "what neighbours add up is no mean",
+    ),
+    Mutant(
+        "all neighbours have the first one's heads", "positions", NEIGHBOURS,
+        "self.part.place * own, own, 1)", "0, own, 1)",
+        (TEST_ATTENTION, ON_DEVICES), "tokens of prompts have queries of other heads",
+    ),
+    Mutant(
+        "tiles leave rows of other heads in place", "positions", NEIGHBOURS,
+        "out = jnp.where(is_row[:, None, None], out, 0)", "out = jnp.where(is_row.any(), out, 0)",
+        (TEST_KERNELS,), "neighbours add up what no row has asked for",
+    ),
+    Mutant(
+        "a device is told of its own normalisers alone", "positions", COLLECTIVES,
+        "ways * asked * 2 * STATE_BYTES", "asked * 2 * STATE_BYTES",
+        (TEST_COSTS,), "their exchange is priced too low",
+    ),
+    Mutant(
         "pages lie as they are in a context", "positions", GATHERED,
         "return positions.place(lax.rem(nth, ways)) * self.blocks + lax.div(nth, ways)",
         "return nth",

@@ -18,7 +18,7 @@ from shiftjax.models.attention_backend import xla_attention
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.layers import Context, Rope
 from shiftjax.models.mlp import MoE
-from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout
 from shiftjax.routing.counts_device import counts_of_step
 
@@ -55,7 +55,7 @@ def compiled(sp: int, tp: int, use: tuple[Mode, Mode], k: int, *, is_spread: boo
     """The counts of a layer in a mode, with experts as in another; of tokens, so many real."""
     mode, experts = use
     layout = Layout(CONFIGS[k], sp, tp, experts_sp=sp)
-    parallel = Parallel(layout, *use)
+    parallel = Parallel(layout, mode, Use(experts))
     nothing = AttentionMetadata(*[None] * len(AttentionMetadata._fields))
 
     def run(x, router, gate, up, down, num_tokens):

@@ -58,6 +58,8 @@ def test_the_same_is_said_of_a_deployment_that_splits_already():
     assert split is not None and split.block_size == 2 * whole.block_size
     words = [positions_in_words(target, each, LONG) for each in (whole, split)]
     assert words[0] == words[1] != ""
+    found = re.search(r"normalisers alone .* of 1 sequence these take ([\d.]+) ms less", words[0])
+    assert found is not None and 0.2 < float(found[1]) < 1
 
 
 def choice(split: tuple[float, ...], whole: tuple[float, ...]) -> SplitChoice:
