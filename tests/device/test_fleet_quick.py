@@ -17,9 +17,12 @@ from shiftjax.parallel.arrangements import equal_groups
 def test_a_request_that_moves_gets_the_tokens_of_one_that_stays(kv_split):
     directory, config, tensors = checkpoint(num_hidden_layers=1, num_key_value_heads=1)
     sizes = {"devices": 2, "token_buckets": [32], "kv_split": kv_split}
+    sizes["controls"] = {"normalisers": True}  # in SHIFT of both units, where they split positions
     built = make(directory, None, 1, fleet=True, **sizes)
     wide = built.deployment.of_width(2)
     assert wide.block_size == 4 * (1 if kv_split == "replicate" else wide.layout.position_ways)
+    uses = {r.step.use_in(r.step.layout.shift, (32, 32)).queries for r in built.runners}
+    assert uses == ({None} if kv_split == "replicate" else {None, wide.layout.base})
     engine, policy, counter = built.engine, Told(), CompileCounter()
     engine.topology.find(Fleet).policy = policy
     prompt, events = [(7 * i) % 190 + 3 for i in range(20)], list[Event]()
