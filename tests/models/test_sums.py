@@ -1,17 +1,23 @@
 """Sums over devices by each row of `numerics`."""
 
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import collectives, counted
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shiftjax.arch.numerics import NUMERICS
+from shiftjax.arch.presets import PRESETS
+from shiftjax.costs.collectives import Carried, parts_collectives
 from shiftjax.models.layers import unit_norm
 from shiftjax.models.sums import SUMS, Ways, tree_sum
+from shiftjax.parallel.layout import Layout
 
 LEAVES, ROWS, WIDTH = 8, 6, 16
 STRICT = [name for name, each in NUMERICS.items() if each.is_strict]
@@ -23,15 +29,33 @@ def leaves_of(seed: int, scale: float = 1.0) -> np.ndarray:
     return (scale * sizes * rng.standard_normal((LEAVES, ROWS, WIDTH))).astype(np.float32)
 
 
-def summed(name: str, leaves: np.ndarray, num: int, dtype=jnp.bfloat16) -> np.ndarray:
-    """The sum over so many devices, each of which has its part of the leaves."""
+def summer(name: str, num: int, dtype=jnp.bfloat16):
+    """What sums over so many devices, each of which has its part of the leaves."""
     mesh, ways = Mesh(jax.devices()[:num], ("x",)), Ways(("x",), num, LEAVES)
 
     @partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
     def run(own: jax.Array) -> jax.Array:
         return SUMS[name].over(SUMS[name].own(list(own)), ways, dtype)
 
-    return np.asarray(jax.jit(run)(leaves))
+    return jax.jit(run)
+
+
+def summed(name: str, leaves: np.ndarray, num: int, dtype=jnp.bfloat16) -> np.ndarray:
+    """The sum over so many devices."""
+    return np.asarray(summer(name, num, dtype)(leaves))
+
+
+@pytest.mark.parametrize("name", NUMERICS)
+def test_a_sum_moves_what_the_costs_count(name):
+    """In float32, because XLA:CPU widens what is exchanged of 16 bits."""
+    model = replace(PRESETS["tiny"], hidden_size=WIDTH)
+    layout, tokens, dtype = Layout(model, 1, LEAVES), 2 * LEAVES, np.dtype(np.float32)
+    moves = parts_collectives(
+        layout, layout.shift, tokens, model.parts[0], Carried(dtype.itemsize, sums=name)
+    )
+    leaves = jax.ShapeDtypeStruct((LEAVES, tokens, WIDTH), dtype)
+    text = summer(name, LEAVES, dtype).lower(leaves).compile().as_text()
+    assert counted(moves) == Counter({key: 2 * n for key, n in collectives(text).items()})
 
 
 def test_every_row_has_its_sum():
