@@ -63,8 +63,12 @@ def strict_options(platform: str, layout: Layout, formats: Formats) -> dict[str,
 
 
 def tile_of(layout: Layout, formats: Formats) -> int:
-    """Return the rows and channels of a tile of XLA's products, on GPUs."""
-    shape = plain_shape(layout, formats)
+    """Return the rows and channels of a tile of XLA's products, on GPUs.
+
+    The same in groups of other widths and in other phases: there a device has of a matrix a
+    multiple of what it would have where each has one leaf.
+    """
+    shape = plain_shape(Layout(layout.model, 1, layout.padded_for), formats)
     outputs = [each.outputs for each in shape.matrices if not each.block] if shape else []
     return next((tile for tile in TILES if all(each % tile == 0 for each in outputs)), min(TILES))
 

@@ -124,9 +124,18 @@ def test_strict_numerics_on_gpus_need_kernels_of_one_tile(monkeypatch, model, ch
         strict.check_strict(gpu, NUMERICS["invariant"], *how)
 
 
-@pytest.mark.parametrize(("name", "tp", "tile"), [("llama-70b", 8, 128), ("smollm2-135m", 1, 64)])
-def test_channels_that_are_joined_are_whole_tiles(name, tp, tile):
-    layout = Layout(PRESETS[name], 1, tp)
+@pytest.mark.parametrize(
+    ("name", "tp", "more", "tile"),
+    [
+        ("llama-70b", 8, {}, 128),
+        ("smollm2-135m", 1, {}, 64),
+        ("llama-1b", 1, {}, 128),
+        ("llama-1b", 1, {"widest": 8}, 64),  # as on 8 devices, of which each has a head of 64
+        ("llama-1b", 1, {"leaves": 8}, 64),
+    ],
+)
+def test_channels_that_are_joined_are_whole_tiles(name, tp, more, tile):
+    layout = Layout(PRESETS[name], 1, tp, **more)
     options = strict.strict_options("gpu", layout, Formats())
     assert options[strict.TILE] == strict.TILES[tile]
     assert strict.TILE not in strict.strict_options("cpu", layout, Formats())
