@@ -1,7 +1,7 @@
 """Weights that are given to a running engine: a tree, pairs, or files, as named tensors.
 
 Names and shapes are those of Hugging Face's checkpoints, `model.layers.0.self_attn.q_proj.weight`
-`[out, in]`, as all sources have them.
+`[out, in]`, as all sources have them; or a tree has those of a trainer (`trainer_trees_device.py`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +14,7 @@ import numpy as np
 
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.weights import LM_HEAD
+from shiftjax.rollouts.trainer_trees_device import in_checkpoint_names
 from shiftjax.weights.errors import CheckpointError
 from shiftjax.weights.locate import open_source, resolve_model
 from shiftjax.weights.safetensors_file import read_header, read_range
@@ -23,13 +24,13 @@ Array = jax.Array | np.ndarray
 Pairs = Iterator[tuple[str, Array]]
 
 
-def open_given(given: Any) -> TensorSource | dict[str, Array] | Pairs:
+def open_given(given: Any, config: ModelConfig) -> TensorSource | Mapping[str, Array] | Pairs:
     """Return a checkpoint's source, or the tensors of anything else, one after the other.
 
     `given` is the path of a checkpoint or of a safetensors file, an iterable of (name, array), or
     a tree: what is nested in it has the names along its path, joined by dots.
 
-    Raises CheckpointError for a path where there is neither.
+    Raises CheckpointError for a path where there is neither, and as `in_checkpoint_names` does.
     """
     if isinstance(given, str | Path):
         path = Path(given)
@@ -38,7 +39,7 @@ def open_given(given: Any) -> TensorSource | dict[str, Array] | Pairs:
             return ((name, read_range(name, info, ())) for name, info in headers.items())
         return open_source(resolve_model(str(given)))
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
-        return dict(_flat(given))
+        return in_checkpoint_names(dict(_flat(given)), config)
     return iter(given)
 
 
@@ -84,10 +85,15 @@ def check_shapes(shapes: Mapping[str, Any], expected: Mapping[str, tuple[int, ..
         raise CheckpointError(*problems)
 
 
-def check_tensors(arrays: Mapping[str, Array], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_tensors(
+    arrays: Iterable[tuple[str, Array]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
     """Raise CheckpointError as `check_shapes` does, and for numbers that are not finite."""
-    check_shapes(arrays, expected)
-    checks = {name: jnp.isfinite(array).all() for name, array in arrays.items()}
+    shapes, checks = dict[str, Any](), dict[str, jax.Array]()
+    for name, array in arrays:  # one after the other: they may be made only when they are asked for
+        shapes[name] = jax.ShapeDtypeStruct(array.shape, array.dtype)
+        checks[name] = jnp.isfinite(array).all()
+    check_shapes(shapes, expected)
     bad = [name for name, is_finite in checks.items() if not bool(is_finite)]
     if bad:
         raise CheckpointError(f"the update: tensor {bad[0]}: expected finite values, found others")

@@ -186,7 +186,8 @@ class DeviceStore:
 
         A tree is checked before anything changes, pairs as they come, files by their headers.
         """
-        update, source = _Update(self._at_work, self._rows), open_given(given)
+        update = _Update(self._at_work, self._rows)
+        source = open_given(given, self._at_work[0].layout.model)
         was_mixed = self._is_mixed
         try:
             update.take_all(source)
@@ -275,7 +276,7 @@ class _Update:
         """Whether every weight has changed."""
         return len(self._done) == len(self._needs)
 
-    def take_all(self, source: TensorSource | dict[str, Array] | Pairs) -> None:
+    def take_all(self, source: TensorSource | Mapping[str, Array] | Pairs) -> None:
         """Change all weights that a source has. Raises CheckpointError."""
         if isinstance(source, TensorSource):
             self._check_source(source)
@@ -283,16 +284,15 @@ class _Update:
                 self._place(number, source, {})
             return
         self._refuse_codes()
-        if isinstance(source, dict):
-            wanted = {n: a for n, a in source.items() if not self._is_unused(n)}
-            check_tensors(wanted, self._expected)
-            source = iter(wanted.items())
-            for name, array in source:
-                self._take(name, array)
+        if isinstance(source, Mapping):
+            wanted = [name for name in source if not self._is_unused(name)]
+            check_tensors(((name, source[name]) for name in wanted), self._expected)
+            for name in wanted:
+                self._take(name, source[name])
         else:
             for name, array in source:
                 if not self._is_unused(name):
-                    check_tensors({name: array}, self._expected)
+                    check_tensors([(name, array)], self._expected)
                     self._take(name, array)
         self._end()
 
