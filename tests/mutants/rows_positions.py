@@ -104,11 +104,6 @@ ROWS = (
         (TEST_ATTENTION, ON_DEVICES), "tokens of prompts have queries of other heads",
     ),
     Mutant(
-        "tiles leave rows of other heads in place", "positions", NEIGHBOURS,
-        "out = jnp.where(is_row[:, None, None], out, 0)", "out = jnp.where(is_row.any(), out, 0)",
-        (TEST_KERNELS,), "neighbours add up what no row has asked for",
-    ),
-    Mutant(
         "a device is told of its own normalisers alone", "positions", COLLECTIVES,
         "ways * asked * 2 * STATE_BYTES", "asked * 2 * STATE_BYTES",
         (TEST_COSTS,), "their exchange is priced too low",
