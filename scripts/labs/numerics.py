@@ -1,28 +1,36 @@
-"""What of a text depends on the mode, by the setting `numerics`: base against shift, bit by bit.
+"""What of a text depends on the mode, by the setting `numerics`: base against others, bit by bit.
 
     python scripts/bench.py numerics --model smollm2-135m --layers 30 --sp 4 --tp 2 --tokens 24
+    python scripts/bench.py numerics --numerics invariant --fleet 1,2,4 --drafts
 
-Serves the same prompts in base, in shift, and some in shift one by one; every second one is
-sampled. A row is a setting and what base is compared with. Log-probabilities are compared as far as
-the tokens before them are equal: the share of equal bits, and the mean and the largest difference.
-CPU seconds are those of serving all prompts together, of all virtual devices.
+Serves the same prompts in each mode, and some in shift one by one, whose prompts come whole if they
+fit a step; every second one is sampled. With `--drafts` shift drafts by n-grams, too; with
+`--fleet` units of `tp` form groups of these widths, and all are compared with base of the
+narrowest. A row is a setting and what base is compared with. Log-probabilities are compared as far
+as the tokens before them are equal: the share of equal bits, and the mean and the largest
+difference. CPU seconds are those of serving all prompts together, of all virtual devices.
 """
 
 import argparse
 import re
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from shiftjax.arch.numerics import NUMERICS
 from shiftjax.build import Built, build
 from shiftjax.config import EngineConfig
+from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.policies import FixedPolicy
 from shiftjax.core.request import Request, SamplingParams
+from shiftjax.fleet.fleet_policy import FleetView, Wish
+from shiftjax.fleet.regrouping import Fleet
+from shiftjax.parallel.arrangements import equal_groups
+from shiftjax.parallel.grid import Group
 from shiftjax.settings import make_virtual_devices
 from shiftjax.weights.locate import open_source, resolve_model
 
@@ -35,6 +43,9 @@ OPTIONS = {
     "--prompts": 16,
     "--tokens": 24,
     "--step": (64, "tokens of a step"),
+    "--quantization": "auto",
+    "--fleet": ("", "widths of groups, as 1,2,4; the widest has all devices"),
+    "--drafts": (False, "compare shift with drafts, too"),
     "--numerics": ("all", "or one of " + ", ".join(NUMERICS)),
 }
 MOST_ALONE = 4  # prompts
@@ -49,18 +60,71 @@ def measure(args: argparse.Namespace) -> Generator[dict[str, Any], None, None]:
     prompts = [rng.integers(1000, 9000, size).tolist() for size in sizes]
     for numerics in NUMERICS if args.numerics == "all" else (args.numerics,):
         built = engine(args, numerics)
-        base, base_cpu = served(built, 0, [prompts], args.tokens)
-        shift, shift_cpu = served(built, -1, [prompts], args.tokens)
-        alone, _ = served(built, -1, [[prompt] for prompt in prompts[:MOST_ALONE]], args.tokens)
-        cpu = {"base CPU s": round(base_cpu, 1), "shift CPU s": round(shift_cpu, 1)}
-        for name, other in (("shift", shift), ("shift, alone", alone)):
-            yield {"numerics": numerics, "base against": name} | compared(base, other) | cpu
+        first: Texts | None = None
+        for name, texts, cpu in runs(args, built, prompts):
+            row = {"numerics": numerics, "base against": name}
+            if first is None:
+                first = texts
+            else:
+                row |= compared(first, texts)
+            yield row | ({} if cpu is None else {"CPU s": round(cpu, 1)})
+
+
+Run = tuple[str, Texts, float | None]  # its name, what it said, CPU seconds
+
+
+def runs(args: argparse.Namespace, built: Built, prompts: list[list[int]]) -> Iterator[Run]:
+    """Serve the prompts in every mode of every width, base first; then alone, and with drafts."""
+    schedulers = [lane.scheduler for lane in built.engine.lanes]
+    drafting = [scheduler.lookahead for scheduler in schedulers]
+    for scheduler in schedulers:
+        scheduler.lookahead = Lookahead()
+    for width in built.deployment.by_width:
+        if fleet := built.engine.topology.find(Fleet):
+            fleet.policy = OneWidth(width)
+        modes = Group(0, width).modes
+        for place, mode in enumerate(modes):
+            name = f"{mode.label} of {width}" if fleet else mode.label
+            yield name, *served(built, place, [prompts], args.tokens)
+    alone = [[prompt] for prompt in prompts[:MOST_ALONE]]
+    yield "shift, alone", served(built, -1, alone, args.tokens)[0], None
+    if args.drafts:
+        for scheduler, lookahead in zip(schedulers, drafting, strict=True):
+            scheduler.lookahead = lookahead
+        yield "shift, drafts", *served(built, -1, [prompts], args.tokens)
+
+
+class OneWidth:
+    """All units stay in groups of one width."""
+
+    widens: ClassVar[bool] = True
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def rule(self) -> str:
+        """Return when groups change."""
+        return "never"
+
+    def width_for(self, request: Request) -> int:
+        """Return the width that a request starts in."""
+        return self.width
+
+    def arrange(self, view: FleetView) -> Wish:
+        """Return the groups that there shall be."""
+        return Wish(equal_groups(view.units, self.width), "told", "move")
 
 
 def config_of(args: argparse.Namespace, numerics: str) -> EngineConfig:
     """Return the settings of an engine with one size of steps."""
     sizes = {"max_num_batched_tokens": args.step, "token_buckets": [args.step], "num_blocks": 400}
-    sizes |= {"sp": args.sp, "tp": args.tp, "dtype": args.dtype, "max_model_len": 256}
+    sizes |= {"dtype": args.dtype, "quantization": args.quantization, "max_model_len": 256}
+    sizes |= {"tp": args.tp, "speculation": "ngram" if args.drafts else "none"}
+    if args.fleet:
+        widths = [int(width) for width in args.fleet.split(",")]
+        sizes |= {"fleet": True, "devices": max(widths) * args.tp, "fleet_widths": widths}
+    else:
+        sizes["sp"] = args.sp
     return EngineConfig.from_options(
         model=args.model, numerics=numerics, prefix_caching=False, max_num_seqs=16, **sizes
     )

@@ -11,6 +11,7 @@ which activations' formats hold exactly, and the scales are applied to scores an
 the kernels do. A CPU moves no fp8 but in float16, all of a pool: there pools are bytes.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Int32, UInt8
 from pallas_kernels.call import CodeKind
 from pallas_kernels.window import Window, first_seen
 from shiftjax.arch.cache import LayerCache, layers_of_pools
+from shiftjax.arch.numerics import LEAST_ROWS
 from shiftjax.models.attention_work import (
     CPU_SIZES,
     AttentionWork,
@@ -338,16 +340,33 @@ def attend_chunk(
     v: Float[Array, "lanes kv_heads chunk width"],
     seen: jax.Array,
     scores: Scores,
+    *,
+    in_order: bool = False,
 ) -> State:
-    """Take one chunk of context into the softmax; `seen` [lanes, 1 or rows, chunk] masks scores."""
-    products = jnp.einsum("lkrd,lkcd->lkrc", q, k, preferred_element_type=jnp.float32)
-    masked = jnp.where(seen[:, None], scores(products), -jnp.inf)
+    """Take one chunk of context into the softmax; `seen` [lanes, 1 or rows, chunk] masks scores.
+
+    With `in_order` no bit depends on how many lanes, heads or rows there are: on CPUs the order of
+    XLA's sums of rows does, and that of its products of few rows.
+    """
+    rows = q.shape[2]
+    fill = ((0, 0), (0, 0), (0, max(0, LEAST_ROWS - rows) if in_order else 0), (0, 0))
+    wide_q = jnp.pad(q, fill)
+    products = jnp.einsum("lkrd,lkcd->lkrc", wide_q, k, preferred_element_type=jnp.float32)
+    masked = jnp.where(seen[:, None], scores(products[:, :, :rows]), -jnp.inf)
     maximum = jnp.maximum(state.maximum, masked.max(axis=-1))
     decay = jnp.exp(state.maximum - maximum)
     p = jnp.exp(masked - maximum[..., None])
-    pv = jnp.einsum("lkrc,lkcd->lkrd", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    total = state.total * decay + p.sum(axis=-1)
+    wide_p = jnp.pad(p.astype(v.dtype), fill)
+    pv = jnp.einsum("lkrc,lkcd->lkrd", wide_p, v, preferred_element_type=jnp.float32)[:, :, :rows]
+    total = state.total * decay + (_sum_by_halves(p) if in_order else p.sum(axis=-1))
     return State(maximum, total, state.weighted * decay[..., None] + pv)
+
+
+def _sum_by_halves(x: Float[Array, "*rows width"]) -> Float[Array, "*rows"]:
+    while x.shape[-1] % 2 == 0:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return functools.reduce(jnp.add, (x[..., i] for i in range(x.shape[-1])))
 
 
 def _of_each(kv_scales: KVScales | None) -> tuple[Any, Any]:
@@ -399,6 +418,7 @@ def _row_states(
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = pool[0].shape[1:3]
     num_rows, scores = work.row_count.shape[0], options.scores
+    in_order = options.sizes.in_order
     width, (waves, lanes) = options.width(head_dim), work.job_row.shape
     chunk = whole_blocks(options.sizes.row_loop(num_rows).chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
@@ -418,7 +438,7 @@ def _row_states(
                 mode="promise_in_bounds", wrap_negative_indices=False
             )
             k, v = fetch_chunk(pool, block_ids, exists, q.dtype, options.values_in_keys)
-            return attend_chunk(state, lane_q, k, v, exists[:, None], scores)
+            return attend_chunk(state, lane_q, k, v, exists[:, None], scores, in_order=in_order)
 
         state = empty_state(q, lanes, kv_heads, heads // kv_heads, width)
         return lax.fori_loop(0, take(work.wave_rounds, w), run_round, state)
@@ -484,6 +504,7 @@ def in_tiles(
     kv_heads, block_size = pool[0].shape[1:3]
     q_per_kv, scores, window = heads // kv_heads, options.scores, options.window
     work, num_rows = divided.tiles, divided.rows.row_first.shape[0]
+    in_order = options.sizes.in_order
     tile = tile_tokens(q.shape[0], num_rows, options.sizes)
     chunk = whole_blocks(options.sizes.tile_chunk, block_size)
     tables = _chunked(block_tables, block_size, chunk)
@@ -509,7 +530,7 @@ def in_tiles(
                 exists &= key >= first_seen(begin + shift, window)
             block_ids = take(take(tables, seq), c)[None]
             k, v = fetch_chunk(pool, block_ids, exists, q.dtype, options.values_in_keys)
-            return attend_chunk(state, tile_q, k, v, seen[None], scores)
+            return attend_chunk(state, tile_q, k, v, seen[None], scores, in_order=in_order)
 
         state = empty_state(q, 1, kv_heads, tile * q_per_kv, width)
         state = lax.fori_loop(chunk_begin, chunk_end, run_round, state)

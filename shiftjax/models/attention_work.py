@@ -48,6 +48,7 @@ class LoopSizes(NamedTuple):
     # half as many rows are tiles there. None: rows never are, and all tiles have the same size
     row_tile: int | None = None
     whole_rows: bool = False  # no row is cut into jobs: the order of its sums is its own
+    in_order: bool = False  # nor does it depend on how many rows and heads are computed together
     # context tokens that neighbours gather in an exchange; exchanges before tiles attend
     gathered: int = GATHERED_TOKENS_ON_CPU
     gathers: int = GATHERS
@@ -91,7 +92,8 @@ def loop_sizes(
         return GPU_SIZES._replace(whole_rows=deterministic)
     if deterministic:
         loop = partial(_cpu_rows, chunk=whole_blocks(64, largest_block))
-        return CPU_SIZES._replace(row_loop=loop, whole_rows=True, tile_chunk=loop(1).chunk)
+        sizes = CPU_SIZES._replace(row_loop=loop, whole_rows=True, in_order=True)
+        return sizes._replace(tile_chunk=loop(1).chunk)
     return CPU_DRAFT_SIZES if drafts and not exchanges else CPU_SIZES
 
 

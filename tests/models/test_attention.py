@@ -27,7 +27,10 @@ from shiftjax.models.attention import (
     AttentionMetadata,
     LayerPool,
     LoopOptions,
+    Scores,
+    attend_chunk,
     divide_attention,
+    empty_state,
     ragged_paged_attention,
     row_attention,
     write_kv,
@@ -192,6 +195,21 @@ def test_the_loops_of_gpus_take_large_rounds():
 def test_a_deterministic_context_is_cut_at_the_same_places_in_tiles_and_rows():
     sizes = loop_sizes("cpu", deterministic=True)
     assert {sizes.row_loop(rows).chunk for rows in (1, 8, 300)} == {sizes.tile_chunk}
+
+
+def test_a_softmax_in_order_has_the_same_bits_with_other_heads_beside_it():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((8, 4, n, 64)), jnp.bfloat16) for n in (3, 64, 64))
+    seen = jnp.asarray(rng.random((8, 1, 64)) < 0.9)
+
+    def state_of(heads: int) -> list[np.ndarray]:
+        own = [x[:, :heads] for x in (q, k, v)]
+        state = empty_state(q, 8, heads, 3, 64)
+        attend = jax.jit(partial(attend_chunk, scores=Scores(0.125, None), in_order=True))
+        return [np.asarray(each)[:, :1] for each in attend(state, *own, seen)]
+
+    for of_all, of_one in zip(state_of(4), state_of(1), strict=True):
+        np.testing.assert_array_equal(of_all, of_one)
 
 
 # Sequences whose tokens are decode rows, as drafted ones are: [tokens], [contexts], sizes.
