@@ -5,6 +5,7 @@ from dataclasses import replace
 import aot
 import pytest
 from hlo import collectives
+from spent import exhaustive
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.parallel.grid import Mode
@@ -34,7 +35,7 @@ MODELS = {  # two layers, of which the second sees everything
 
 @pytest.mark.parametrize(
     ("name", "sp", "tp", "mode"),
-    [("31b", 8, 1, Mode(8, 8)), ("31b", 1, 8, Mode(1, 1)), ("e4b", 4, 2, Mode(4, 1))],
+    [("31b", 8, 1, Mode(8, 8)), ("e4b", 4, 2, Mode(4, 1)), *exhaustive(("31b", 1, 8, Mode(1, 1)))],
 )
 def test_heads_of_256_run_as_kernels_and_those_of_512_as_loops(name, sp, tp, mode):
     case = Case(sp, tp, mode, model=MODELS[name], attention="pallas+xla", num_tokens=1280)

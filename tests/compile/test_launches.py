@@ -58,7 +58,7 @@ def test_a_layer_launches_what_costs_count(case, compiled):
 
 
 @pytest.mark.skipif(not hasattr(plgpu, "alloc_semaphore"), reason="needs jax 0.12")
-@pytest.mark.parametrize("size", ["bf16", "fp8"])
+@pytest.mark.parametrize("size", ["fp8", *exhaustive("bf16")])
 def test_sums_by_the_switch_are_in_the_launches_of_their_norms(size, compiled):
     """Two launches a layer less: as costs have it, the other launches are the same."""
     case = Case(1, 8, Mode(1, 1), size)

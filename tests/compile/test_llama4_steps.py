@@ -5,6 +5,7 @@ from dataclasses import replace
 import aot
 import pytest
 from hlo import collectives
+from spent import exhaustive
 
 from pallas_kernels.window import Chunk
 from shiftjax.arch.presets import PRESETS
@@ -33,7 +34,7 @@ MODELS = {  # two layers, of which the second sees everything and has no positio
     [
         ("scout", "bf16", (8, 1, Mode(8, 8)), 8),  # whole on a device: nothing is exchanged
         ("scout", "fp8", (4, 2, Mode(4, 1)), 1),
-        ("maverick", "bf16", (8, 1, Mode(8, 1)), 1),  # the first layer has an MLP
+        *exhaustive(("maverick", "bf16", (8, 1, Mode(8, 1)), 1)),  # the first layer has an MLP
     ],
 )
 def test_both_kinds_of_layers_run_as_kernels(name, size, mesh, experts_sp):

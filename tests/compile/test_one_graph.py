@@ -27,12 +27,8 @@ pytestmark = pytest.mark.thorough
 OLDEST = "0.11.2"  # of jax, as in pyproject.toml
 TESTS = Path(__file__).parent.parent
 CASES = [  # the sampler of the engine is most of what a step takes to compile
-    Case(1, tp, Mode(1, 1), size, sampler=sampler)
-    for tp in (1, 8)
-    for size, sampler in (
-        ("bf16", sample),
-        ("fp8", greedy),
-    )
+    Case(1, 8, Mode(1, 1), "bf16", sampler=sample),
+    Case(1, 1, Mode(1, 1), "fp8", sampler=greedy),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import aot
 import pytest
 from hlo import Instruction, collectives, instructions, sizes_of
+from spent import exhaustive, thorough
 
 from serving.bench.hlo import computations
 from shiftjax.device.sampling import sample
@@ -148,8 +149,10 @@ def test_other_sizes_do_not_differ(case):
     assert sums(one.text) == sums(compiler()(DECODES).text)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("change", [{"numerics": "integer"}, {"size": "fp8"}, {"sampler": sample}])
+@pytest.mark.parametrize(
+    "change",
+    [*thorough({"numerics": "integer"}), *exhaustive({"size": "fp8"}, {"sampler": sample})],
+)
 def test_other_settings_do_not_differ(change):
     two = [compiler()(case._replace(**change)) for case in (BASE, DECODES)]
     for one in two:
