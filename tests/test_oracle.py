@@ -22,6 +22,7 @@ from oracle.smollm2 import (
     THRESHOLD,
     compare,
 )
+from spent import exhaustive, thorough
 
 from shiftjax import LLM
 from shiftjax.build import build
@@ -87,8 +88,7 @@ def test_one_device_gives_the_tokens_of_transformers(one_device):
 
 
 # (4, 2) has a mode between, and replicates KV heads; (3, 3) splits the 9 heads without padding.
-@pytest.mark.thorough
-@pytest.mark.parametrize(("sp", "tp"), [(4, 2), (3, 3)], ids=["4x2", "3x3"])
+@pytest.mark.parametrize(("sp", "tp"), [*thorough((4, 2)), *exhaustive((3, 3))])
 def test_every_mode_gives_the_tokens_of_transformers(sp, tp):
     llm = open_llm(sp, tp, "float32")
     compare(llm.engine, "threshold", make_policy("threshold", THRESHOLD), SHORT, 16)
@@ -102,7 +102,7 @@ def test_every_mode_gives_the_tokens_of_transformers(sp, tp):
     llm.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.exhaustive  # tiny models have it in models/test_swiftkv.py
 def test_a_late_layer_that_is_its_own_gives_the_same_tokens():
     """Only sampled rows pass the last layer; all else of it is what it was."""
     source = OwnLastLayer(open_source(resolve_model("smollm2-135m")))

@@ -8,6 +8,7 @@ import pytest
 from engines import build_tiny, checkpoint, crowd, fail_once, make, run, tokens
 from harness import held_bytes
 from oracle import numpy_llama
+from spent import exhaustive
 
 from shiftjax import LLM
 from shiftjax.arch.formats import formats_of
@@ -31,7 +32,7 @@ PAIRS = {
 NUM_LAYERS = 4
 
 
-@pytest.fixture(scope="module", params=PAIRS)
+@pytest.fixture(scope="module", params=["dp2pp2:dp2tp2", *exhaustive("tp4:pp4")])
 def phased(request) -> Built:
     """An engine in phases, whose host tier holds some four prompts."""
     directory, _, _ = checkpoint(num_hidden_layers=NUM_LAYERS)

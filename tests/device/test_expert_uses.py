@@ -10,7 +10,7 @@ from echo_pools import Told
 from engines import MOE, RandomPolicy, checkpoint, make, run, tokens
 from harness import held_bytes
 from oracle import numpy_llama
-from spent import quick
+from spent import exhaustive, thorough
 
 from pallas_kernels.grouped_work import sort_pairs
 from shiftjax.arch.presets import PRESETS
@@ -157,10 +157,14 @@ OTHERS = {
     "codes": {"sp": 4, "tp": 1, "quantization": "fp8"},
     "between": {"sp": 4, "tp": 1, "controls": {"experts_as": 2}},
 }
+IN_CI = {"between", "stages", "codes"}
 
 
 @pytest.mark.costs(12)
-@pytest.mark.parametrize("name", quick(OTHERS, "between"))
+@pytest.mark.parametrize(
+    "name",
+    ["between", *thorough("stages", "codes"), *exhaustive(*sorted(OTHERS.keys() - IN_CI))],
+)
 def test_tokens_beside_other_features(name):
     directory, config, tensors = checkpoint(**MOE)
     options = {"num_blocks": 90} | OTHERS[name]
@@ -171,7 +175,7 @@ def test_tokens_beside_other_features(name):
 
 
 @pytest.mark.costs(15)
-@pytest.mark.parametrize("experts", quick(["auto", "whole", "all"], "auto"))
+@pytest.mark.parametrize("experts", ["auto", *exhaustive("whole", "all")])
 def test_a_request_that_moves_through_a_fleet_gets_its_tokens(experts):
     directory, config, tensors = checkpoint(**MOE)
     built = make(directory, None, 1, fleet=True, devices=2, experts=experts)

@@ -60,7 +60,7 @@ DRAFTING = "3-heads"  # the shape whose engine drafts, too
 
 @pytest.fixture(
     scope="module",
-    params=["3-heads", "2-heads-split", *exhaustive("4-heads-tp2-swiftkv", "8-heads-window")],
+    params=["3-heads", *exhaustive("4-heads-tp2-swiftkv", "8-heads-window", "2-heads-split")],
 )
 def shape(request) -> str:
     return request.param

@@ -10,7 +10,7 @@ import pytest
 from engines import RandomPolicy, build_tiny, run, tokens
 from harness import forward
 from safetensors.numpy import load_file, save_file
-from spent import quick
+from spent import exhaustive, quick, thorough
 
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
@@ -51,9 +51,7 @@ def prompts_of(name: str) -> list[list[int]]:
 
 
 @pytest.mark.costs(15)
-@pytest.mark.parametrize(
-    "name", quick(("deepseek_v2", "deepseek_v3", "glm_moe_dsa"), "deepseek_v3")
-)
+@pytest.mark.parametrize("name", ["deepseek_v3", *exhaustive("deepseek_v2", "glm_moe_dsa")])
 def test_logits_are_those_of_rounded_latents(name, tmp_path, monkeypatch):
     folder, prompt = scaled(name, tmp_path), prompts_of(name)[0]
     found = [
@@ -84,7 +82,7 @@ def test_logits_are_those_of_rounded_latents(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.costs(12)
-@pytest.mark.parametrize("name", quick(("deepseek_v2", "deepseek_v3"), "deepseek_v3"))
+@pytest.mark.parametrize("name", ["deepseek_v3", *exhaustive("deepseek_v2")])
 def test_codes_without_scales_are_near_to_numbers(name):
     """They keep 4 bits. Some tokens change experts, hence the median."""
     prompt, bfloat16 = prompts_of(name)[0], Formats("float32", "bfloat16", "float32")
@@ -138,8 +136,7 @@ def test_tokens_are_those_of_one_device(kind, tmp_path):
     assert serve(folder, "deepseek_v3", **SERVED[kind]) == served_alone(folder, "deepseek_v3")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", ["deepseek_v2", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", [*thorough("glm_moe_dsa"), *exhaustive("deepseek_v2")])
 def test_other_families_split_codes_of_latents(name, tmp_path):
     folder = scaled(name, tmp_path)
     assert serve(folder, name, **SERVED["positions"]) == served_alone(folder, name)

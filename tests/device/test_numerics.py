@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from echo_pools import Told
 from engines import RandomPolicy, run
-from spent import thorough
+from spent import exhaustive, thorough
 
 from shiftjax.build import Built
 from shiftjax.core.policies import FixedPolicy
@@ -97,8 +97,10 @@ VARIANTS = {
 }
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [*thorough(*list(VARIANTS)[1:5]), *exhaustive("codes", "drafts", "gathered weights")],
+)
 def test_the_bits_are_the_same_with(variant):
     built = build("invariant", (32,), *VARIANTS[variant])
     base = served(built, BASE)

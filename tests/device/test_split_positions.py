@@ -159,10 +159,10 @@ def test_a_device_holds_its_part_of_a_block_and_no_more():
     [
         ("gpt_oss", 4, 1),  # sinks, and windows of which one is freed
         ("deepseek_v3", 2, 2),  # a latent, which all devices split
-        *thorough(("deepseek_v2", 1, 4)),
+        *exhaustive(("deepseek_v2", 1, 4)),
         *thorough(("gemma2", 2, 2)),  # soft caps, and windows
         *thorough(("llama4_chunks", 2, 2)),
-        *thorough(("mistral", 2, 2)),
+        *exhaustive(("mistral", 2, 2)),
     ],
 )
 def test_windows_sinks_soft_caps_and_latents(name, sp, tp):
