@@ -5,6 +5,7 @@ from dataclasses import replace
 import aot
 import pytest
 from hlo import collectives, counted, instructions
+from spent import exhaustive
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.collectives import context_gathers
@@ -46,7 +47,9 @@ def model():
     return replace(PRESETS["llama-70b"], **sizes)
 
 
-@pytest.mark.parametrize(("size", "normalisers"), [("bf16", True), ("fp8", True), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("size", "normalisers"), [("fp8", True), ("fp8", False), *exhaustive(("bf16", True))]
+)
 def test_decodes_are_kernels_and_two_exchanges_in_a_layer_or_one(model, size, normalisers):
     case = SplitCase(8, 1, Mode(8, 1), size, model=model, normalisers=normalisers)
     one = compile_step(case, chip_devices())
@@ -60,7 +63,7 @@ def test_decodes_are_kernels_and_two_exchanges_in_a_layer_or_one(model, size, no
     assert "parameter" in of_pools and not {"copy", "copy-start"} & {*of_pools}
 
 
-@pytest.mark.parametrize("size", ["bf16", "fp8"])
+@pytest.mark.parametrize("size", ["bf16", *exhaustive("fp8")])
 def test_prompts_are_kernels_over_what_is_gathered(model, size):
     case = SplitCase(8, 1, Mode(8, 8), size, model=model, num_tokens=512)
     one = compile_step(case, chip_devices())

@@ -5,6 +5,7 @@ from dataclasses import replace
 import aot
 import pytest
 from hlo import collectives, instructions
+from spent import exhaustive
 
 from shiftjax.arch.presets import PRESETS
 from shiftjax.parallel.grid import Mode
@@ -23,7 +24,9 @@ from steps import (  # noqa: E402
 NUM_LAYERS = 2  # one has a window
 
 
-@pytest.mark.parametrize("frees", [False, True])  # a pool for each layer, or one for both
+@pytest.mark.parametrize(
+    "frees", [True, *exhaustive(False)]
+)  # a pool for each layer, or one for both
 def test_sinks_are_no_launch_and_no_pool_is_copied(frees):
     model = replace(PRESETS["gpt-oss-120b"], num_layers=NUM_LAYERS, frees_blocks=frees)
     case = Case(8, 1, Mode(8, 8), model=model, num_tokens=1280)

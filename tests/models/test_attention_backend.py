@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from spent import exhaustive, thorough
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.decode_work import DecodeConfig
@@ -278,6 +279,7 @@ def of_bytes(kernels):
 
 
 LATE = {"num_hidden_layers": 2, "num_key_value_layers": 1}
+SWIFTKV = {"model_type": "llama_swiftkv", **LATE}
 
 
 def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -> list[tuple]:
@@ -322,11 +324,7 @@ def served(monkeypatch, name: str, kv_dtype: str, buckets: list[int], **model) -
         ("bfloat16", [8, 32], {}),
         ("bfloat16", [32], {"model_type": "mistral", "sliding_window": 20}),
         ("fp8", [32], {}),
-        (
-            "bfloat16",
-            [32],
-            {"model_type": "llama_swiftkv", **LATE},
-        ),
+        *exhaustive(("bfloat16", [32], SWIFTKV)),
     ],
     ids=["two buckets", "sliding window", "fp8 pools with scales", "a late layer"],
 )
@@ -339,10 +337,7 @@ def test_consecutive_steps_through_the_kernels_are_those_of_xla(
     np.testing.assert_allclose([x for _, x in got], [x for _, x in expected], atol=0.04)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "model", [{}, {"model_type": "llama_swiftkv", **LATE}], ids=["all", "late"]
-)
+@pytest.mark.parametrize("model", [*thorough({}), *exhaustive(SWIFTKV)], ids=["all", "late"])
 def test_codes_that_kernels_give_are_those_that_o_makes(monkeypatch, model):
     """The same tokens and the same log-probabilities, in rows alone and beside chunks."""
     given, output = [], llama.Attention._output
