@@ -99,7 +99,7 @@ def run(folder: Path, *arguments: str, **files: str) -> tuple[int, list[str], st
 
 def test_dear_tests_and_skips_that_nobody_expects_fail_the_run(tmp_path):
     """With two workers, whose reports travel."""
-    dear = SUITE.replace("DEAR", "0.3")
+    dear = SUITE.replace("DEAR", "0.5")
     workers = ("-p", "xdist", "-n", "2", "--dist", "loadfile")
     code, failed, output = run(
         tmp_path, *workers, test_a=dear, test_skips=SKIPS, test_module=MODULE

@@ -135,7 +135,7 @@ def test_greedy_tokens_are_the_oracle_s_in_random_modes(sp, tp, ways, num_blocks
     assert all(len(event.token_ids) == 4 * ways * len(event.hashes) for event in stored)
 
 
-@pytest.mark.costs(8)
+@pytest.mark.costs(12)
 def test_a_device_holds_its_part_of_a_block_and_no_more():
     directory, *_ = checkpoint(**TWO_HEADS)
     own = {"policy": "cost", "machine": "h200x8", "controls": {"normalisers": None}}
