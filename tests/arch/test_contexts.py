@@ -60,12 +60,6 @@ def test_contexts_within_what_an_indexer_chooses_are_served(caplog):
         resolve(EngineConfig.from_options(**more, max_model_len=2049), model, EIGHT)
 
 
-def test_codes_of_latents_are_refused():
-    options = EngineConfig.from_options(sp=1, tp=8, num_blocks=1 << 10, kv_cache_dtype="fp8")
-    with pytest.raises(ConfigError, match="kv_cache_dtype = fp8: deepseek-v3 caches latents"):
-        resolve(options, PRESETS["deepseek-v3"], EIGHT)
-
-
 @pytest.mark.parametrize("window", [None, Chunk(8192)])
 def test_work_of_the_last_tokens_of_ten_millions(window):
     """A decode and a chunk of 100 tokens that end there."""
