@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from shiftjax.arch.formats import Formats
+from shiftjax.costs.chosen_modes import ChosenMode, ChosenModes
 from shiftjax.costs.collectives import exchange_of_experts, gather_of_experts
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.costs.expert_part import load_of
@@ -20,37 +21,15 @@ from shiftjax.parallel.layout import Layout, round_up
 MOVED_BYTES = 30
 
 
-class ExpertMode(NamedTuple):
-    """The mode as which a program uses experts, and why."""
-
-    mode: Mode
-    why: str = ""
-
-
 # Chooses among the modes as which steps of a mode and so many tokens may use experts.
-Choose = Callable[[Layout, Mode, int], ExpertMode]
+Choose = Callable[[Layout, Mode, int], ChosenMode]
 
 
-class ExpertModes:
-    """As in which mode the steps of a layout use experts, chosen once for each mode and size."""
+class ExpertModes(ChosenModes[int]):
+    """As in which mode the steps of a layout use experts, by their padded tokens."""
 
     def __init__(self, layout: Layout, choose: Choose):
-        self.layout = layout
-        self._choose = choose
-        self._chosen: dict[tuple[Mode, int], ExpertMode] = {}
-
-    def __call__(self, mode: Mode, num_tokens: int) -> Mode:
-        """The mode as which steps of a mode use experts that are padded to so many tokens."""
-        return self.of(mode, num_tokens).mode
-
-    def of(self, mode: Mode, num_tokens: int) -> ExpertMode:
-        """The same, and why."""
-        key = mode, num_tokens
-        if key not in self._chosen:
-            only, *others = self.layout.expert_modes(mode)
-            found = self._choose(self.layout, *key) if others else ExpertMode(only, "the only one")
-            self._chosen[key] = found
-        return self._chosen[key]
+        super().__init__(layout, layout.expert_modes, choose)
 
 
 class Bytes(NamedTuple):
@@ -84,7 +63,7 @@ def bytes_of(layout: Layout, mode: Mode, used: Mode, num_tokens: int, formats: F
 def by_bytes(formats: Formats) -> Choose:
     """Return the choice of what reads and moves the fewest bytes: for machines of unknown costs."""
 
-    def choose(layout: Layout, mode: Mode, num_tokens: int) -> ExpertMode:
+    def choose(layout: Layout, mode: Mode, num_tokens: int) -> ChosenMode:
         padded = round_up(num_tokens, mode.sp)
         found = {
             used: bytes_of(layout, mode, used, padded, formats)
@@ -92,6 +71,6 @@ def by_bytes(formats: Formats) -> Choose:
         }
         best = min(found, key=lambda used: (found[used].weighed, used.sp))
         read, moved = (f"{size / 1e6:.1f} MB" for size in found[best])
-        return ExpertMode(best, f"fewest bytes a layer: {read} read, {moved} moved")
+        return ChosenMode(best, f"fewest bytes a layer: {read} read, {moved} moved")
 
     return choose

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shiftjax.arch.config import LayerParts
 from shiftjax.costs.attention_part import absorbed_numbers, attention_products
+from shiftjax.costs.chosen_modes import ChosenMode
 from shiftjax.costs.collectives import Collective, carried_by, parts_collectives
-from shiftjax.costs.expert_modes import ExpertMode, ExpertModes
+from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.expert_part import ROUTED_KERNELS, ExpertPart, expert_part, in_words
 from shiftjax.costs.kernel_costs import KernelCosts
 from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
@@ -58,7 +59,7 @@ class LayerCosts:
         self.carried = own if engine.layer_launches else own._replace(codes=False)
         self.routing: Routing | None = None  # as it was counted; None: as the engine's file says
 
-    def _quickest(self, layout: Layout, mode: Mode, num_tokens: int) -> ExpertMode:
+    def _quickest(self, layout: Layout, mode: Mode, num_tokens: int) -> ChosenMode:
         """The mode as which experts make a step's layers quickest, whatever routing was counted.
 
         Of equals the one that splits them least, which moves least.
@@ -68,7 +69,7 @@ class LayerCosts:
             for used in layout.expert_modes(mode)
         }
         best = min(seconds, key=seconds.__getitem__)
-        return ExpertMode(best, in_words(layout, best, seconds))
+        return ChosenMode(best, in_words(layout, best, seconds))
 
     def _experts_seconds(self, mode: Mode, num_tokens: int, used: Mode) -> float:
         """Seconds of all layers with experts, used as in another mode."""

@@ -48,6 +48,7 @@ from typing import TYPE_CHECKING
 from pallas_kernels.window import Window
 from shiftjax.arch.formats import Formats
 from shiftjax.costs.buckets import SMALLEST_TOKENS, Bucket
+from shiftjax.costs.chosen_modes import ChosenMode
 from shiftjax.costs.collectives import (
     context_gathers,
     entry_collectives,
@@ -61,7 +62,7 @@ from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.kernel_costs import KernelCosts, Split
 from shiftjax.costs.layer_costs import LayerCosts, StepCost
 from shiftjax.costs.machine import EngineOverhead, Machine
-from shiftjax.costs.query_modes import QueryMode, QueryModes, Size
+from shiftjax.costs.query_modes import QueryModes, Size
 from shiftjax.costs.switch_sums import FIRST_LAUNCHES
 from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
@@ -125,7 +126,7 @@ class CostModel:
         """As in which mode steps use experts: what devices compile."""
         return self.layers.expert_modes
 
-    def _quickest_queries(self, layout: Layout, mode: Mode, size: Size) -> QueryMode:
+    def _quickest_queries(self, layout: Layout, mode: Mode, size: Size) -> ChosenMode:
         """The mode as which q and o make a step of this size quickest; of equals its own."""
         seconds = {
             used: sum(cost.device for cost in self._costs_as(mode, size, used))
@@ -133,7 +134,7 @@ class CostModel:
         }
         best = min(seconds, key=seconds.__getitem__)
         ms = {used == mode: f"{1e3 * each:.2f} ms" for used, each in seconds.items()}
-        return QueryMode(best, f"{ms[False]} a step without attention, with queries {ms[True]}")
+        return ChosenMode(best, f"{ms[False]} a step without attention, with queries {ms[True]}")
 
     @property
     def stages(self) -> list["CostModel"]:
