@@ -280,7 +280,7 @@ def _draw(
 
     def race(odds: Odds) -> Rows:
         noise = token_noise(key, inputs.seeds, inputs.positions, split.token_ids())
-        return split.best(jnp.where(odds >= inputs.min_p[:, None], odds / noise, 0.0))[0]
+        return split.best(jnp.where(_allowed(odds, inputs), odds / noise, 0.0))[0]
 
     def race_of_kept() -> Rows:
         odds = _odds(logits, largest, temperature)
@@ -301,6 +301,11 @@ def _odds(
 ) -> Odds:
     """Of every token against the best one: 1 for that, 0 where the logit is -inf."""
     return jnp.exp((logits - largest[:, None]) / temperature[:, None])
+
+
+def _allowed(odds: Odds, inputs: SamplingInputs) -> Bool[Array, "rows vocab"]:
+    """Whether a token's odds against the best one reach min_p."""
+    return odds >= inputs.min_p[:, None]
 
 
 def _fixed_point_weights(split: _Split, odds: Odds) -> tuple[Weights, Rows]:
@@ -416,7 +421,7 @@ def _processed(
     odds = _odds(edited, best, temperature)
     weights, one = _fixed_point_weights(split, odds)
     threshold = _threshold(split, weights, one, inputs, drawn)
-    kept = (odds >= inputs.min_p[:, None]) & (weights >= threshold[:, None])
+    kept = _allowed(odds, inputs) & (weights >= threshold[:, None])
     scaled = (edited - best[:, None]) / temperature[:, None]
     processed = jnp.where(kept | ~drawn[:, None], scaled, -jnp.inf)
     return jnp.where(is_raw[:, None], logits, processed), jnp.where(is_raw, largest, 0.0)
