@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
 from pallas_kernels.gates import activate
-from pallas_kernels.grouped_split import CHANNELS, PART
+from pallas_kernels.grouped_split import CHANNELS, PART, WARPGROUPS
 from pallas_kernels.mosaic import FP8, WGMMA, code_scale, fence, store
 
 type Sums = tuple[jax.Array, ...]  # of each part, float32, of `Problem.shape`
@@ -167,7 +167,12 @@ def _put_numbers(worker: Worker, i: int, item: Item, values: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was there before
     _fill(worker, stage, values.astype(problem.result.dtype))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(stage, out.at[rows, worker.channels_from(place)])
+    target = out.at[rows, worker.channels_from(place)]
+    if problem.few and problem.channels <= CHANNELS:
+        # The copy engine takes the other half for the first, as there is no other place in a row.
+        pl.when(worker.me == 0)(lambda: plgpu.copy_smem_to_gmem(stage, target))
+    else:
+        plgpu.copy_smem_to_gmem(stage, target)
 
 
 def _fill(worker: Worker, stage: Any, values: jax.Array) -> None:
@@ -211,15 +216,29 @@ def _put_codes(worker: Worker, item: Item, values: jax.Array) -> None:
 
 
 def _largest(worker: Worker, values: jax.Array) -> jax.Array:
-    """Return the largest size of every row's channels; of few rows each warpgroup has half."""
-    own = jnp.max(jnp.abs(values), axis=worker.channels_axis)
+    """Return the largest size of every row's channels; of few rows each warpgroup has half.
+
+    These take turns: what adds up over the warps of a warpgroup goes through memory that Mosaic
+    has once for all of them.
+    """
+
+    def own() -> jax.Array:
+        return jnp.max(jnp.abs(values), axis=worker.channels_axis)
+
     if not worker.problem.few:
-        return own
+        return own()
     most, both = worker.shared.most, worker.shared.both
-    plgpu.barrier_arrive(both)  # the other has read what the item before had
-    plgpu.barrier_wait(both)
-    store(most.at[worker.me], own)
-    plgpu.barrier_arrive(both)
-    plgpu.barrier_wait(both)
-    other = plgpu.load(most.at[1 - worker.me], layout=WGMMA.reduce(0), optimized=False)
-    return jnp.maximum(own, other)
+
+    def meet() -> None:
+        plgpu.barrier_arrive(both)
+        plgpu.barrier_wait(both)
+
+    meet()  # both have read what the item before had
+    for turn in range(WARPGROUPS):
+        pl.when(worker.me == turn)(lambda: store(most.at[worker.me], own()))
+        meet()
+    found = [
+        plgpu.load(most.at[turn], layout=WGMMA.reduce(0), optimized=False)
+        for turn in range(WARPGROUPS)
+    ]
+    return functools.reduce(jnp.maximum, found)

@@ -8,7 +8,7 @@ of a row are a ragged sum, which there is atomics or padding.
 
 A thread block takes one row, one KV head and COLUMNS of head_dim, so that the jobs of one long
 context are not all read by one block. Where head_dim is no multiple of them, the last block has
-columns that the one before writes (`Shape.products`), and writes the others. For codes a thread
+columns of the one before, too (`Shape.products`). For codes a thread
 block takes all of head_dim, which shares a scale.
 """
 
@@ -26,7 +26,7 @@ from pallas_kernels.call import AttentionOptions
 from pallas_kernels.decode_terms import down_rows
 from pallas_kernels.decode_work import JOBS_AT_ONCE, DecodeConfig, most_jobs
 from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded, like_heads
-from pallas_kernels.mosaic import COLUMNS, FP8, LOG2_E, LOWEST, WGMMA, filled, store
+from pallas_kernels.mosaic import COLUMNS, FP8, LOG2_E, LOWEST, WGMMA, apart, filled, store
 from pallas_kernels.queries import Queries
 
 MAX_WARPGROUPS = 4
@@ -91,6 +91,8 @@ def combine_jobs(
         units=None if options.codes is None else plgpu.SMEM((rows,), jnp.float32),
     )
     result = None if out is None else jax.tree.map(jax.new_ref, out)
+    if out is not None:
+        parts = Parts(*parts[:2], *apart(parts[2:]))
     written, out_tree = jax.tree.flatten(like_heads(like, options.codes))
     arrays, tree = jax.tree.flatten(parts)
     kernel = functools.partial(_combine_kernel, (tree, out_tree), like.dtype, result)
@@ -249,22 +251,23 @@ def _put_codes(
 
 
 def _put(staged: Any, target: Any, block: jax.Array) -> None:
-    """Write a block of columns to `target` [heads, head_dim]: those that no other block writes."""
+    """Write a block of columns to `target` [heads, head_dim]: those that the next one does not."""
     heads, head_dim = target.shape
     whole, rest = head_dim // COLUMNS, head_dim % COLUMNS
 
     def put_all() -> None:
-        columns = pl.ds(block * COLUMNS, COLUMNS)
+        first = jnp.minimum(block * COLUMNS, head_dim - COLUMNS)
+        columns = pl.ds(first, COLUMNS)
         plgpu.copy_smem_to_gmem(staged.at[pl.ds(0, heads)], target.at[:, columns])
 
-    def put_rest() -> None:
-        for head in range(heads):  # head by head: a part of the columns is not one piece of memory
-            source = staged.at[head, pl.ds(COLUMNS - rest, rest)]
-            plgpu.copy_smem_to_gmem(source, target.at[head, pl.ds(head_dim - rest, rest)])
+    def put_first() -> None:
+        for head in range(heads):  # TMA reads from where a head begins, and nowhere in it
+            source = staged.at[head, pl.ds(0, rest)]
+            plgpu.copy_smem_to_gmem(source, target.at[head, pl.ds((whole - 1) * COLUMNS, rest)])
 
     if rest:
-        pl.when(block < whole)(put_all)
-        pl.when(block == whole)(put_rest)
+        pl.when(block != whole - 1)(put_all)
+        pl.when(block == whole - 1)(put_first)
     else:
         put_all()
     plgpu.wait_smem_to_gmem(0)

@@ -22,12 +22,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.call import KVScales
-from pallas_kernels.mosaic import FP8, scales_in_memory, scales_of_head
+from pallas_kernels.mosaic import FP8, apart, scales_in_memory, scales_of_head, staged_rows
 
 TOKENS = 4  # of a thread block: one for each warp
 MOST_HEADS = 8  # of a thread block: in registers all at once
 LANES = 32
-TMA_ALIGNMENT = 128  # bytes of shared memory
 LARGEST_FP8 = float(jnp.finfo(FP8).max)
 
 Blocks = Float[Array, "blocks kv_heads block_size head_dim"]
@@ -78,9 +77,9 @@ def write_kv(
     by_token = Arrays(k, v, slot_mapping, *(rope or (None, None)), None, None)
     origin = None if first is None else first.reshape(1)
     arrays = jax.tree.map(padded, by_token)._replace(scales=scales_in_memory(scales), first=origin)
-    leaves, tree = jax.tree.flatten(arrays)
+    leaves, tree = jax.tree.flatten(apart(arrays))
     written = jax.new_ref(pool[0]), jax.new_ref(pool[1])
-    shape = TOKENS, staged_heads(heads, head_dim * pool[0].dtype.itemsize), head_dim
+    shape = TOKENS, staged_rows(heads, head_dim * pool[0].dtype.itemsize), head_dim
     staged = plgpu.SMEM(shape, pool[0].dtype)
     plgpu.kernel(
         functools.partial(_write_kernel, tree, scales, heads),
@@ -91,11 +90,6 @@ def write_kv(
         interpret=interpret,
     )(*leaves, *written)
     return written[0][...], written[1][...]
-
-
-def staged_heads(heads: int, row_bytes: int) -> int:
-    """Return how many heads to make room for, so that TMA may read every token where it lies."""
-    return next(n for n in range(heads, 2 * heads + 1) if n * row_bytes % TMA_ALIGNMENT == 0)
 
 
 def _check(head_dim: int, quantised: bool, scales: KVScales) -> None:

@@ -19,6 +19,7 @@ LARGEST_CODE = float(jnp.finfo(FP8).max)
 LEAST_SCALED = 1e-20  # a block whose numbers are all smaller becomes zeros
 LOG2_E = math.log2(math.e)
 LOWEST = -1e30  # a logit that is not seen: finite, so that differences are never NaN
+TMA_ALIGNMENT = 128  # bytes of shared memory: where the copy engine may begin to read or write
 COLUMNS = 64  # of a tile of shared memory: 128 bytes of 16-bit numbers, what a swizzle spans
 WGMMA = plgpu.Layout.WGMMA
 Accumulator = plgpu.WGMMAAccumulatorRef
@@ -41,9 +42,23 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = Non
     return plgpu.SMEM(shape, dtype, transforms=(tiling, swizzle))
 
 
+def staged_rows(rows: int, row_bytes: int) -> int:
+    """Return how many rows to make room for, so that TMA may read the next ones where they lie."""
+    return next(n for n in range(rows, 4 * rows + 1) if n * row_bytes % TMA_ALIGNMENT == 0)
+
+
 def filled(shape: tuple[int, ...], value: float | jax.Array, layout: Any = WGMMA) -> jax.Array:
     """Return registers that hold `value`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def apart(arrays: Any) -> Any:
+    """Return a tree of arrays that are buffers of their own, for a call that writes in place.
+
+    XLA makes one fusion of a call and of the slices that it reads, and the fusion forgets which
+    operands the call writes (jaxlib 0.11.2 and 0.12). Equal slices are copied once a program.
+    """
+    return lax.optimization_barrier(arrays)
 
 
 def store(ref: Any, values: jax.Array) -> None:

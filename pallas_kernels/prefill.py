@@ -13,6 +13,7 @@ head: row = head * n + token. Thread blocks stay and take tiles from the work in
 the computation is that of FlashAttention-3 (Shah et al., arXiv 2407.08608), base 2.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.call import AttentionOptions, PagedKV
 from pallas_kernels.head_codes import Heads, like_heads, wrong_codes
-from pallas_kernels.mosaic import FP8, LOG2_E, scales_in_memory, swizzled
+from pallas_kernels.mosaic import FP8, LOG2_E, TMA_ALIGNMENT, scales_in_memory, swizzled
 from pallas_kernels.prefill_combine import combine_parts
 from pallas_kernels.prefill_compute import compute_piece, note_row_tokens
 from pallas_kernels.prefill_memory import await_the_end, fetch_piece
@@ -206,7 +207,10 @@ def choose_rounds(problem: Problem) -> Problem:
 
 def shared_bytes(problem: Problem) -> int:
     """Return about how much shared memory a thread block takes; no less than it does."""
-    staged = 0 if problem.out_in_queries else jnp.dtype(problem.stage_dtype).itemsize
+    staged = 0
+    if not problem.out_in_queries:
+        width, room = problem.stage_shape[-1], math.prod(problem.stage_shape[1:])
+        staged = room // width * jnp.dtype(problem.stage_dtype).itemsize
     queries = (2 * 2 + staged) * COMPUTE_WARPGROUPS * WARPGROUP_ROWS * problem.head_dim
     round_bytes = 2 * problem.kv_tile * problem.head_dim * 2
     raw_bytes = round_bytes if problem.is_fp8 else 0
@@ -223,6 +227,9 @@ def check(problem: Problem, heads: int, wrong: list[str]) -> None:
         wrong.append(f"pools of {problem.pool_dtype} with q of {problem.out_dtype}")
     if problem.head_dim % 32:
         wrong.append(f"head_dim must be a multiple of 32, not {problem.head_dim}")
+    row_bytes = problem.head_dim * jnp.dtype(problem.dtype).itemsize
+    if problem.q_per_kv > 1 and problem.n * row_bytes % TMA_ALIGNMENT:
+        wrong.append(f"{problem.n} query tokens of a head take {row_bytes} bytes each")
     if kv_tile not in KV_TILES:
         wrong.append(f"kv_tile must be one of {KV_TILES}, not {kv_tile}")
     if block_size % 8 or max(kv_tile, block_size) % min(kv_tile, block_size):
@@ -258,7 +265,9 @@ def shared_memory(problem: Problem) -> Shared:
         q=swizzled((*rows, d), problem.dtype),
         k=stage,
         v=stage,
-        out=None if problem.out_in_queries else plgpu.SMEM((*rows, d), problem.stage_dtype),
+        out=None
+        if problem.out_in_queries
+        else plgpu.SMEM((COMPUTE_WARPGROUPS, *problem.stage_shape), problem.stage_dtype),
         row_token=row_token,
         q_ready=plgpu.Barrier(num_arrivals=problem.q_per_kv, num_barriers=COMPUTE_WARPGROUPS),
         q_free=plgpu.Barrier(num_barriers=COMPUTE_WARPGROUPS),

@@ -17,14 +17,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.head_codes import BLOCK, CodedHeads, Heads, coded
-from pallas_kernels.mosaic import LOWEST, WGMMA, filled, store
+from pallas_kernels.mosaic import LOWEST, WGMMA, apart, filled, store
 from pallas_kernels.prefill_rows import Leaving, put_codes, put_part, row_sinks, store_scales
-from pallas_kernels.prefill_terms import Inputs, Outputs, PartHeads, Problem, rows_of
+from pallas_kernels.prefill_terms import (
+    Inputs,
+    Outputs,
+    PartHeads,
+    Problem,
+    rows_of,
+    staged_shape,
+)
 from pallas_kernels.prefill_work import COMPUTE_WARPGROUPS, Split
 from pallas_kernels.prefill_work import WARPGROUP_ROWS as ROWS
 
-COLUMNS = 32  # of a thread block: with 4 parts under way, 64 registers of a thread
-MOST_AT_ONCE = 4
+COLUMNS = 64, 32  # of a warpgroup: what leaves is a row of 128 bytes, if it may be
+AT_ONCE = 128  # columns of parts that are under way: 64 registers of a thread
+MOST_AT_ONCE = AT_ONCE // COLUMNS[-1]  # parts
 
 Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted rows, total weight, largest lse
 
@@ -32,7 +40,7 @@ Sum = tuple[jax.Array, jax.Array, jax.Array]  # weighted rows, total weight, lar
 class Scratch(NamedTuple):
     """Shared memory: rows that leave, and of codes the largest sizes that warpgroups have found."""
 
-    stage: Any  # [64, columns of the thread block]
+    stage: Any  # `staged_shape` of the columns of the thread block
     units: Any = None  # [64] scales of codes, or lse
     most: Any = None  # [warpgroups, 64]
     done: Any = None
@@ -41,10 +49,13 @@ class Scratch(NamedTuple):
 def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads | PartHeads:
     """Return `outputs.out` with the rows of split tiles in it, in place where that may be."""
     result, work = jax.tree.map(jax.new_ref, outputs.out), inputs.work
-    read = work.splits, work.counts, outputs.parts, outputs.lse, inputs.sinks, inputs.fixed
+    splits, counts, sinks, fixed = apart((work.splits, work.counts, inputs.sinks, inputs.fixed))
+    read = splits, counts, outputs.parts, outputs.lse, sinks, fixed
     arrays, tree = jax.tree.flatten(read)
-    warpgroups = 1 if problem.options.codes is None else BLOCK // COLUMNS
-    scratch = Scratch(plgpu.SMEM((ROWS, warpgroups * COLUMNS), problem.stage_dtype))
+    columns = columns_of(problem)
+    width = columns if problem.options.codes is None else BLOCK
+    warpgroups = width // columns
+    scratch = Scratch(plgpu.SMEM(staged_shape(width, problem.stage_dtype), problem.stage_dtype))
     if problem.gives_units:
         scratch = scratch._replace(units=plgpu.SMEM((ROWS,), jnp.float32))
     if problem.options.codes is not None:
@@ -58,7 +69,7 @@ def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads |
         grid=(
             work.splits.shape[0],
             problem.kv_heads * COMPUTE_WARPGROUPS,
-            problem.head_dim // (warpgroups * COLUMNS),  # of codes one, a whole head
+            problem.head_dim // width,  # of codes one, a whole head
         ),
         grid_names=("split", "half", "column"),
         num_threads=warpgroups,
@@ -70,6 +81,13 @@ def combine_parts(problem: Problem, inputs: Inputs, outputs: Outputs) -> Heads |
     return jax.tree.map(lambda ref: ref[...], result)
 
 
+def columns_of(problem: Problem) -> int:
+    """Return the columns of a warpgroup: of codes four share a scale."""
+    if problem.options.codes is not None:
+        return COLUMNS[-1]
+    return next(each for each in COLUMNS if problem.head_dim % each == 0)
+
+
 def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any, **buffers: Any) -> None:
     """Add up some columns of the rows of one warpgroup of the kernel that attends."""
     splits, counts, parts, lse, sinks, fixed = jax.tree.unflatten(tree, refs)
@@ -77,8 +95,8 @@ def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any, **buff
     index, half = lax.axis_index("split"), lax.axis_index("half")
     head = lax.div(half, jnp.int32(COMPUTE_WARPGROUPS))
     warpgroup = half - head * COMPUTE_WARPGROUPS
-    block, width = lax.axis_index("column"), scratch.stage.shape[1]
-    columns = pl.ds(block * width + me * COLUMNS, COLUMNS)
+    block, width, own = lax.axis_index("column"), scratch.stage.shape[-1], columns_of(problem)
+    columns = pl.ds(block * width + me * own, own)
     split = Split(*(splits[index, i] for i in range(len(Split._fields))))
     rows = rows_of(problem, split.begin, split.end, counts[1], warpgroup)
 
@@ -92,7 +110,7 @@ def _combine_kernel(problem: Problem, tree: Any, result: Any, *refs: Any, **buff
             )
 
         sink = None if sinks is None else row_sinks(problem, sinks, head, index)
-        weighted, total, top = _sum(split.parts, read, sink)
+        weighted, total, top = _sum(split.parts, own, read, sink)
         combined = weighted * _along(1.0 / total, weighted)
         leaving = Leaving(result, scratch.stage, scratch.units, fixed)
         if isinstance(result, CodedHeads):
@@ -128,7 +146,7 @@ def _with_others(
         return functools.reduce(jnp.maximum, each)
 
     codes, scale = coded(rows, dtype, fixed, axis=1, among=largest)
-    store(scratch.stage.at[:, pl.ds(me * COLUMNS, COLUMNS)], codes)
+    store(scratch.stage.at[:, pl.ds(me * rows.shape[1], rows.shape[1])], codes)
     pl.when(me == 0)(lambda: store_scales(scratch.units, scale))
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch.done)
@@ -136,15 +154,17 @@ def _with_others(
     pl.when(me == 0)(put_block)
 
 
-def _sum(count: jax.Array, read: Any, sink: jax.Array | None) -> Sum:
+def _sum(count: jax.Array, columns: int, read: Any, sink: jax.Array | None) -> Sum:
     """Add up `count` parts (lse, rows) in their order; the weights are relative to the top.
 
     `sink` [64] is a logit of each row that no part has, and that has no value.
     """
 
+    at_once = AT_ONCE // columns
+
     def add(nth: jax.Array, carry: Sum) -> Sum:
         weighted, total, top = carry
-        places = [nth * MOST_AT_ONCE + i for i in range(MOST_AT_ONCE)]
+        places = [nth * at_once + i for i in range(at_once)]
         # Past the end one is read again, of weight 0.
         read_parts = [read(jnp.minimum(place, count - 1)) for place in places]
         new_top = functools.reduce(jnp.maximum, [lse for lse, _ in read_parts], top)
@@ -159,8 +179,8 @@ def _sum(count: jax.Array, read: Any, sink: jax.Array | None) -> Sum:
     total, top = filled((ROWS,), 0.0, row), filled((ROWS,), LOWEST, row)
     if sink is not None:
         total, top = filled((ROWS,), 1.0, row), sink
-    rounds = lax.div(count + (MOST_AT_ONCE - 1), jnp.int32(MOST_AT_ONCE))
-    return lax.fori_loop(0, rounds, add, (filled((ROWS, COLUMNS), 0.0), total, top))
+    rounds = lax.div(count + (at_once - 1), jnp.int32(at_once))
+    return lax.fori_loop(0, rounds, add, (filled((ROWS, columns), 0.0), total, top))
 
 
 def _along(x: jax.Array, rows: jax.Array) -> jax.Array:

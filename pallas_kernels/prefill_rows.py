@@ -18,7 +18,7 @@ class Leaving(NamedTuple):
     """Where rows leave to, and by what shared memory, that nothing reads any more."""
 
     out: Any  # [tokens, heads, columns] in device memory, or `CodedHeads`, or `PartHeads`
-    stage: Any  # [64, columns] of what leaves
+    stage: Any  # `prefill_terms.staged_shape` of what leaves
     units: Any = None  # [64] scales of codes, or lse
     fixed: Any = None  # [1] in device memory, the scale of all; None: they have their own
 
@@ -112,7 +112,9 @@ def put_rows(
 ) -> None:
     """Write rows of numbers, by way of `stage`."""
     # Copies of n rows cannot be from tiles of 8; 256 columns are too many for a layout's search.
-    if problem.n % 8 or rows.shape[1] > 192:
+    if len(leaving.stage.shape) > 2:
+        store(leaving.stage.at[:, 0], rows)
+    elif problem.n % 8 or rows.shape[1] > 192:
         store(leaving.stage, rows)
     else:
         leaving.stage[...] = rows
@@ -123,19 +125,24 @@ def put_rows(
 def _copy(problem: Problem, stage: Any, out: Any, tokens: Rows, head: jax.Array) -> None:
     """Copy the rows of the tokens that are owned to device memory: all at once, or one by one."""
     n, box = problem.n, problem.box
+    has_room = len(stage.shape) > 2  # beside each row: all are not one piece of memory
 
     def copy(token, count):
         def copy_head(g):
-            source = stage.at[pl.ds(g * n + token - tokens.start, count)]
+            row = g * n + token - tokens.start
+            source = stage.at[row, pl.ds(0, 1)] if has_room else stage.at[pl.ds(row, count)]
             plgpu.copy_smem_to_gmem(
                 source, out.at[pl.ds(token, count), head * problem.q_per_kv + g]
             )
 
         for_each_head(problem, head, copy_head)
 
+    def copy_each():
+        lax.fori_loop(tokens.begin, tokens.end, lambda token, _: copy(token, 1), None)
+
+    if has_room:
+        copy_each()
+        return
     whole = tokens.end - tokens.begin == box
     pl.when(whole)(lambda: copy(tokens.start, box))
-
-    @pl.when(~whole)
-    def _():
-        lax.fori_loop(tokens.begin, tokens.end, lambda token, _: copy(token, 1), None)
+    pl.when(~whole)(copy_each)

@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_kernels.call import AttentionOptions, PagedKV
-from pallas_kernels.mosaic import FP8, oldest_seen
+from pallas_kernels.mosaic import FP8, oldest_seen, staged_rows
 from pallas_kernels.prefill_split import SPAN
-from pallas_kernels.prefill_work import Job, PrefillConfig, PrefillWork
+from pallas_kernels.prefill_work import WARPGROUP_ROWS, Job, PrefillConfig, PrefillWork
 
 
 class Problem(NamedTuple):
@@ -54,7 +55,13 @@ class Problem(NamedTuple):
     @property
     def out_in_queries(self) -> bool:
         """Whether rows leave by the buffer that queries come in: there is no other room."""
-        return self.head_dim > 128 and self.stage_dtype == self.dtype
+        is_alone = len(self.stage_shape) == 2
+        return self.head_dim > 128 and self.stage_dtype == self.dtype and is_alone
+
+    @property
+    def stage_shape(self) -> tuple[int, ...]:
+        """What rows leave by, for each warpgroup: `staged_shape`."""
+        return staged_shape(self.head_dim, self.stage_dtype)
 
     @property
     def copy_tokens(self) -> int:
@@ -65,6 +72,12 @@ class Problem(NamedTuple):
     def copies_per_round(self) -> int:
         """Copies that bring the keys of a round."""
         return self.kv_tile // self.copy_tokens
+
+
+def staged_shape(columns: int, dtype: DTypeLike) -> tuple[int, ...]:
+    """Return [64, columns], or [64, room, columns] so that TMA may read each row where it lies."""
+    room = staged_rows(1, columns * jnp.dtype(dtype).itemsize)
+    return (WARPGROUP_ROWS, columns) if room == 1 else (WARPGROUP_ROWS, room, columns)
 
 
 class Inputs(NamedTuple):

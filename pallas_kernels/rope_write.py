@@ -26,8 +26,16 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.call import KVScales
 from pallas_kernels.head_terms import Given, Projected
-from pallas_kernels.kv_write import Blocks, staged_heads, stored
-from pallas_kernels.mosaic import FP8, scales_in_memory, scales_of_head, store
+from pallas_kernels.kv_write import Blocks, stored
+from pallas_kernels.mosaic import (
+    FP8,
+    TMA_ALIGNMENT,
+    apart,
+    scales_in_memory,
+    scales_of_head,
+    staged_rows,
+    store,
+)
 
 WARPS, LANES = 4, 32
 TILES = 16, 8, 4  # tokens of a thread block
@@ -117,7 +125,7 @@ def rope_write(
     if wrong := wrong + _wrong_call(projected, given, target, heads):
         raise ValueError("rope_write: " + "; ".join(wrong))
     tokens = target.slots.shape[0]
-    tile = tile_of(tokens, projected)
+    tile = tile_of(tokens, projected, heads.head_dim * target.pool[0].dtype.itemsize)
     tiles = -(-tokens // tile)
     arrays = _arrays(projected, given, target, tiles * tile)
     problem = Problem(
@@ -127,7 +135,7 @@ def rope_write(
         projected.turned,
         target.scales if isinstance(target.scales, tuple) else None,
     )
-    leaves, tree = jax.tree.flatten(arrays)
+    leaves, tree = jax.tree.flatten(apart(arrays))
     pool = tuple(jax.new_ref(blocks) for blocks in target.pool)
     q_heads = heads.kv * heads.q_rows
     q = plgpu.kernel(
@@ -173,9 +181,14 @@ def _wrong_call(projected: Projected, given: Given, target: Target, heads: Heads
     return wrong
 
 
-def tile_of(tokens: int, projected: Projected) -> int:
-    """Return the tokens of a thread block; of few there are many blocks, with few parts each."""
+def tile_of(tokens: int, projected: Projected, row_bytes: int) -> int:
+    """Return the tokens of a thread block; of few there are many blocks, with few parts each.
+
+    Eight or more tokens make the compiler swizzle what is staged. It takes the second half of a
+    row of over 128 bytes for the beginning of a pattern, which it is not (jax 0.11.2 on an H200).
+    """
     sizes = TILES[1:] if projected.turned else TILES if tokens > MOST_FEW else TILES[2:]
+    sizes = sizes if row_bytes <= TMA_ALIGNMENT else TILES[2:]
     return next((size for size in sizes if tokens % size == 0), TILES[-1])
 
 
@@ -202,7 +215,7 @@ def _arrays(projected: Projected, given: Given, target: Target, tokens: int) -> 
 
 def _scratch(problem: Problem, kv_dtype: DTypeLike) -> Scratch:
     tile, width, heads = problem.tile, problem.heads.head_dim, problem.heads
-    room = staged_heads(1, width * jnp.dtype(kv_dtype).itemsize)
+    room = staged_rows(1, width * jnp.dtype(kv_dtype).itemsize)
     return Scratch(
         plgpu.SMEM((tile, width), heads.dtype) if problem.turned else None,
         plgpu.SMEM((tile, width), heads.q_dtype),

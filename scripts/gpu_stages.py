@@ -70,6 +70,20 @@ def tuning_parts() -> tuple[Part, ...]:
     )
 
 
+TRIALS = (
+    *("llama-8b, 1 GPU", "llama-8b, fp8, 1 GPU", "llama-70b", "llama-70b, fp8"),
+    *("llama-70b, deterministic", "qwen3-30b-a3b", "qwen3-30b-a3b, fp8"),
+    *("qwen3-30b-a3b, by position", "gpt-oss-120b", "gemma-3-27b", "deepseek-v3"),
+)  # deployments of `gpu_trials.py`
+
+
+def trial_parts() -> tuple[Part, ...]:
+    """A part for each deployment whose kernels are tried."""
+    return tuple(
+        Part(f"trial: {name}", rows_of("gpu_trials.trial_rows", name), 40, 120) for name in TRIALS
+    )
+
+
 STAGES: dict[str, Stage] = {
     "A": Stage(
         (
@@ -108,6 +122,7 @@ STAGES: dict[str, Stage] = {
             *tuning_parts(),
         )
     ),
+    "T": Stage((*BEGIN, *trial_parts())),
     "D": Stage(
         (
             *BEGIN,

@@ -17,16 +17,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from shiftjax.arch.formats import Formats
 from shiftjax.arch.weights import Weight
 from shiftjax.device.mesh import replicated_spec
 from shiftjax.parallel.layout import Layout
+from shiftjax.parallel.stored import dtype_of
 
 # Platforms whose programs read a slice of a weight in place. A CPU's copy it, and there devices
 # share weights.
 JOINED_ON = ("gpu",)
 # On a device. More would take XLA's kernels from 32 to 64 bits for each index into the array.
 MOST_ELEMENTS = (1 << 31) - 1
-SINKS = ".attention.sinks"
+# What a kernel reads beside the pools that it writes: a slice would be a launch (`mosaic.apart`),
+# as it is where several kernels read it.
+BESIDE_POOLS = tuple(
+    f".attention.{name}" for name in ("sinks", "q_norm", "k_norm", "q_bias", "k_bias", "v_bias")
+)
+ARGUMENT_ALIGNMENT = 256  # bytes: Mosaic refuses an argument of a kernel that begins elsewhere
 _LAYER = re.compile(r"(?<=\blayers\.)\d+(?=\.)")
 
 Members = tuple[Weight, ...]  # the weights of one array, one after the other
@@ -34,20 +41,22 @@ Members = tuple[Weight, ...]  # the weights of one array, one after the other
 
 @lru_cache(maxsize=64)
 def joined_weights(
-    declared: tuple[Weight, ...], layout: Layout, apart: tuple[str, ...] = ()
+    declared: tuple[Weight, ...], layout: Layout, formats: Formats, apart: tuple[str, ...] = ()
 ) -> tuple[Members, ...]:
     """Return the weights of each array: of one kind and shape in all layers, as many as fit.
 
-    Scales of KV and sinks are an array each, and what devices split along an axis of `apart`.
+    Scales of KV and `BESIDE_POOLS` are an array each, and what devices split along an axis of
+    `apart`. So are those of which a second one would not begin where kernels can read.
     """
     kinds: dict[Weight, list[list[Weight]]] = {}
     for weight in declared:
-        # What several kernels of a layer read is an array: a slice of it would be a launch.
-        is_apart = weight.split in apart or weight.kind == "kv_scale" or weight.name.endswith(SINKS)
+        each = weight.num_elements // ways_stored(weight, layout)
+        is_apart = weight.kind == "kv_scale" or weight.name.endswith(BESIDE_POOLS)
+        is_apart |= weight.split in apart
+        is_apart |= each * dtype_of(weight, formats).itemsize % ARGUMENT_ALIGNMENT > 0
         name = weight.name if is_apart else _LAYER.sub("*", weight.name)
         kind = weight._replace(name=name, source="", stacked=())
         arrays = kinds.setdefault(kind, [[]])
-        each = weight.num_elements // ways_stored(weight, layout)
         if len(arrays[-1]) == max(1, MOST_ELEMENTS // each):
             arrays.append([])
         arrays[-1].append(weight)

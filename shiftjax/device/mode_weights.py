@@ -52,7 +52,7 @@ class ModeWeights(NamedTuple):
         """The weights of each array, one after the other."""
         if self.is_joined and self.strategy != "replicate" and not self.layout.gathers:
             apart = ("experts",) if self.loops_over_experts else ()
-            return joined_weights(self.model.declared, self.layout, apart)
+            return joined_weights(self.model.declared, self.layout, self.model.formats, apart)
         return tuple((weight,) for weight in self.model.declared)
 
     @property

@@ -15,8 +15,11 @@ because each separate transfer to 8 devices costs more than all their bytes; wha
 requests need (`tables`) stays on the device until a request asks for it.
 """
 
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +32,7 @@ from shiftjax.arch.numerics import FAST, Numerics
 from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.costs.query_modes import QueryModes
 from shiftjax.costs.routing import num_counted
+from shiftjax.device.joined import ARGUMENT_ALIGNMENT
 from shiftjax.device.mesh import (
     counts_spec,
     hidden_spec,
@@ -89,6 +93,9 @@ class GuessInputs(NamedTuple):
     num_guesses: Int[Any, ""]  # tokens to guess for each sequence; 0: none, at no cost
 
 
+LINE = ARGUMENT_ALIGNMENT // 4  # elements
+
+
 class StepResult(NamedTuple):
     """What a step gives back; the host fetches `top_*` only where log-probabilities were asked."""
 
@@ -100,7 +107,10 @@ class StepResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How a tree of 4-byte arrays lies in one int32 vector."""
+    """How a tree of 4-byte arrays lies in one int32 vector: each where 256 bytes begin.
+
+    Kernels read some of them in place.
+    """
 
     treedef: Any  # jax.tree_util.PyTreeDef, for which jaxlib ships no stub
     shapes: tuple[tuple[int, ...], ...]
@@ -118,7 +128,13 @@ class Packing:
     @property
     def size(self) -> int:
         """Elements of the vector."""
-        return sum(int(np.prod(shape)) for shape in self.shapes)
+        return self.starts[-1]
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where each begins, and the end."""
+        sizes = [-(-math.prod(shape) // LINE) * LINE for shape in self.shapes]
+        return tuple(itertools.accumulate(sizes, initial=0))
 
     @property
     def size_of_step(self) -> tuple[int, int]:
@@ -133,19 +149,19 @@ class Packing:
 
     def pack(self, tree: Any) -> np.ndarray:
         """Return a new vector (the device may read it in place, so it is never reused)."""
-        leaves = self.treedef.flatten_up_to(tree)
-        return np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+        flat = np.zeros(self.size, np.int32)
+        for leaf, start in zip(self.treedef.flatten_up_to(tree), self.starts[:-1], strict=True):
+            flat[start : start + leaf.size] = leaf.reshape(-1).view(np.int32)
+        return flat
 
     def unpack(self, flat: Int[Array, " size"]) -> Any:
         """Undo `pack` inside a step, by static slices."""
-        leaves, start = [], 0
-        for shape, dtype in zip(self.shapes, self.dtypes, strict=True):
-            stop = start + int(np.prod(shape))
-            leaf = flat[start:stop].reshape(shape)
+        leaves = []
+        for shape, dtype, start in zip(self.shapes, self.dtypes, self.starts[:-1], strict=True):
+            leaf = flat[start : start + math.prod(shape)].reshape(shape)
             if dtype != np.int32:
                 leaf = jax.lax.bitcast_convert_type(leaf, dtype)
             leaves.append(leaf)
-            start = stop
         return self.treedef.unflatten(leaves)
 
 

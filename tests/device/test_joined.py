@@ -104,12 +104,13 @@ def test_views_of_joined_weights_take_no_memory():
 
 
 def test_an_array_has_no_more_elements_than_32_bits_count():
-    declared = define(Layout(PRESETS["llama-70b"], 1, 1), formats_of("bfloat16")).declared
-    arrays = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 1))
+    formats = formats_of("bfloat16")
+    declared = define(Layout(PRESETS["llama-70b"], 1, 1), formats).declared
+    arrays = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 1), formats)
     sizes = [sum(weight.num_elements for weight in members) for members in arrays]
     assert max(sizes) < 2**31 < max(sizes) + max(weight.num_elements for weight in declared)
     assert sum(map(len, arrays)) == len(declared) > 10 * len(arrays)
-    eighth = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 8))
+    eighth = joined.joined_weights(declared, Layout(PRESETS["llama-70b"], 1, 8), formats)
     assert len(eighth) <= 16  # 722 weights
 
 

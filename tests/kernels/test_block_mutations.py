@@ -88,11 +88,10 @@ FAULTS = {
     "up is gate": ("block_fetch", "inputs.matrices[i + part]", "inputs.matrices[i]", CODES),
     "up has gate's scale": ("block_finish", "matrices[i + n]", "matrices[i]", CODES),
     "the largest of one warpgroup": (
-        "block_finish", "return jnp.maximum(own, other)", "return own", CODES
+        "block_finish", "functools.reduce(jnp.maximum, found)", "found[0]", CODES
     ),
     "the largest of the other, before it is there": (
-        "block_finish", "    plgpu.barrier_arrive(both)\n    plgpu.barrier_wait(both)\n    other",
-        "    other", CODES,
+        "block_finish", "own()))\n        meet()", "own()))", CODES,
     ),
     "numbers are rounded before they become codes": (
         "block_finish", "_largest(worker, values)",

@@ -77,7 +77,8 @@ FAULTS = {
         "decode_terms", "(self.width - COLUMNS, COLUMNS)", "(0, COLUMNS)", decodes(head_dim=96)
     ),
     "columns that two blocks have are written for the last": (
-        "decode_combine", "pl.ds(COLUMNS - rest, rest)", "pl.ds(0, rest)", decodes(head_dim=96)
+        "decode_combine", "jnp.minimum(block * COLUMNS, head_dim - COLUMNS)",
+        "jnp.minimum(block * COLUMNS, 0)", decodes(head_dim=96),
     ),
     "sinks of the first KV head": (
         "decode_combine", "parts.sinks.at[head]", "parts.sinks.at[0]",

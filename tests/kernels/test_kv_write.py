@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from mutations import load
 
 from pallas_kernels import kv_write
+from pallas_kernels.mosaic import staged_rows
 
 
 class Case(NamedTuple):
@@ -134,7 +135,7 @@ def test_tokens_are_in_their_slots_and_nothing_else_changed(name):
 @pytest.mark.parametrize(("heads", "row_bytes", "room"), [(1, 64, 2), (3, 64, 4), (5, 128, 5)])
 def test_every_staged_token_is_aligned(heads, row_bytes, room):
     """TMA reads from multiples of 128 bytes, of which the interpreter knows nothing."""
-    assert kv_write.staged_heads(heads, row_bytes) == room
+    assert staged_rows(heads, row_bytes) == room
 
 
 def test_fp8_saturates():
