@@ -129,6 +129,8 @@ def _scratch(parts: Parts, columns: int, config: DecodeConfig) -> Scratch:
     """Return the shared memory of thread blocks that take so many columns."""
     kv_heads, rows = parts.outputs.shape[0], parts.lse.shape[-1]
     most = most_jobs(config, kv_heads)
+    if config.fixed_rounds is None:  # else the order of a row's jobs must not depend on other rows
+        most = min(most, 2 * (most // parts.row_first.shape[0] + 1))  # of many rows each has few
     warpgroups = min(MAX_WARPGROUPS, -(-most // (2 * MOST_AT_ONCE)), max(1, 128 // rows))
     per_warpgroup = plgpu.SMEM((warpgroups, rows), jnp.float32)
     return Scratch(
