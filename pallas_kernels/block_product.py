@@ -239,8 +239,8 @@ def _made(problem: Problem) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shape, jnp.float32)]
     if not result.quantised:
         return [jax.ShapeDtypeStruct((tokens, channels), result.dtype)]
-    # Scales of whole tiles: those of a tile are one piece of memory, of which the copy engine copies
-    # all, and where rows ended in a tile, what is behind them would be the next column's.
+    # Scales of whole tiles: those of a tile are one piece of memory, which the copy engine writes
+    # whole. Where rows ended in a tile, it would write over the next column's.
     rows = max(tokens, problem.tiles * problem.rows)
     return [
         jax.ShapeDtypeStruct((tokens, channels), FP8),

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import reference
 from pallas_kernels.grouped import GroupedConfig, config_for, grouped_mlp
-from pallas_kernels.grouped_work import ExpertWeights, sort_pairs
+from pallas_kernels.grouped_work import ExpertWeights, Routed, sort_pairs
 from pallas_kernels.measure import (
     FOUR_BIT_GROUPS,
     Calls,
@@ -64,13 +64,25 @@ def experts_calls(shape: ExpertsShape, config: GroupedConfig | None, effort: Eff
     config = config or config_for(chosen.size / shape.experts, weights)
 
     def call(x, weights, routed, gains, is_own):
-        parts = grouped_mlp(x, weights, routed, gains, config, effort.interpret)
-        parts = jnp.where(is_own[..., None], parts.astype(jnp.float32), 0)
-        return x + parts.sum(axis=1).astype(x.dtype)
+        return x + added(x, weights, routed, gains, is_own, config, effort).astype(x.dtype)
 
     x = jax.random.normal(jax.random.key(2), (shape.tokens, shape.hidden), jnp.bfloat16)
     gains = np.full(chosen.shape, 1 / shape.k, np.float32)
     return Calls(call, x, [(weights, routed, gains, chosen >= 0)])
+
+
+def added(
+    x: jax.Array,
+    weights: ExpertWeights,
+    routed: Routed,
+    gains: jax.Array,
+    is_own: jax.Array,
+    config: GroupedConfig,
+    effort: Effort,
+) -> jax.Array:
+    """Return the sum over a token's experts, [tokens, hidden] float32."""
+    parts = grouped_mlp(x, weights, routed, gains, config, effort.interpret)
+    return jnp.where(is_own[..., None], parts.astype(jnp.float32), 0).sum(axis=1)
 
 
 def experts_seconds(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> float:
@@ -79,15 +91,16 @@ def experts_seconds(shape: ExpertsShape, config: GroupedConfig | None, effort: E
 
 
 def experts_error(shape: ExpertsShape, config: GroupedConfig | None, effort: Effort) -> float:
-    """Return the relative error of a call's sum over experts in the norm, against float64."""
+    """Return the relative error of the sum over experts in the norm, against float64."""
     calls = experts_calls(shape, config, effort)
     (turn,) = calls.turns
-    out = np.asarray(jax.jit(calls.call)(calls.first, *turn), np.float64)
     weights, _, gains, _ = turn
-    x = np.asarray(calls.first)
-    parts = reference.experts(x, weights, shape.chosen(), gains)
-    expected = x.astype(np.float64) + parts.sum(axis=1)
-    return float(np.linalg.norm(out - expected) / np.linalg.norm(parts.sum(axis=1)))
+    config = config or config_for(shape.chosen().size / shape.experts, weights)
+    out = jax.jit(lambda *own: added(*own, config, effort))(calls.first, *turn)
+    expected = reference.experts(np.asarray(calls.first), weights, shape.chosen(), gains).sum(
+        axis=1
+    )
+    return float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
 
 
 def trace_experts(shape: ExpertsShape) -> Any:
