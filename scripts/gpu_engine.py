@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from cases.throughput_work import prefill_flops
-from gpu_parts import ENGINES, LARGEST, Row, Run
+from gpu_parts import ENGINES, LARGEST, SERVED, Row, Run
 from gpu_profile import profile
 from gpu_weights import hashed_weights, prompt
 
@@ -334,8 +334,8 @@ def switch_row(runner: DeviceRunner, sizes: Sizes) -> Row:
 
 
 def engine(options: dict[str, str], run: Run) -> Iterator[Row]:
-    """Steps of a Llama-8B; with the kernels and one graph also serving and changes of mode."""
-    model, users = PRESETS["llama-8b"], options == ENGINES["pallas, one graph"]
+    """Steps of a Llama-8B; as it is served, serving and changes of mode, too."""
+    model, users = PRESETS["llama-8b"], options in [ENGINES[name] for name in SERVED]
     sizes = Sizes((1, 64), 1024, (8192,), (64, 512, 128), 20)
     if not users:
         sizes = sizes._replace(prompts=(), serve=(1, 16, 16))

@@ -148,15 +148,17 @@ def tuning(kernel: str, nth: int, run: Run) -> Iterator[Row]:
     yield from tuner.tune(kernel, [settings], sizes, shapes, run.effort._replace(repeats=3))
 
 
+FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 ENGINES = {
     "pallas, one graph": {"attention": "pallas"} | GRAPH,
+    "fp8, one graph": {"attention": "pallas"} | GRAPH | FP8,
     "xla, one graph": {"attention": "xla"} | GRAPH,
     "pallas, XLA's options": {"attention": "pallas"} | DEFAULTS,
 }
+SERVED = "pallas, one graph", "fp8, one graph"  # of which more is measured
 LARGE = {name: options for name, options in ENGINES.items() if "pallas" in name}
 SMOKE = {"1 KV head": (8, 1), "8 KV heads": (32, 8)}  # of a GPU: Llama-70B at TP = 8, Llama-8B
 
-FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
 LARGEST: dict[str, tuple[Any, ...]] = {  # models, a tiny one, settings; batches, context, prompts
     "fp8": (("llama-70b", "llama-8b"), "tiny", FP8, (1, 16, 64), 1024, (8192,)),
     "experts": (("qwen-30b-a3b",), "tiny-qwen3-moe", {}, (1, 64), 1024, ()),

@@ -109,6 +109,7 @@ STAGES: dict[str, Stage] = {
         (
             *BEGIN,
             Part("products", rows_of("gpu_products.product_rows"), 20, 60),
+            engine_part("fp8, one graph", 130, 200),
             Part("engine: fp8", rows_of("gpu_engine.large_engine", "fp8"), 240, 300),
             Part("torch", torch, 45, 90, has_jax=False),
             engine_part("xla, one graph", 45, 90),
