@@ -127,6 +127,8 @@ def check(case: Case, chip: str, tokens: int, config: BlockConfig | None = None)
     most = 0  # but for scales that end with a block, and what is turned
     if any(out % 128 for out in case.outs):
         most = 4 * (sum(case.outs) + 1024) * (tokens if case.result.dtype == jnp.float32 else 1)
+    if case.result.quantised and tokens % config.rows:  # scales are those of whole tiles
+        most += 4 * (sum(case.outs) // 128 + 8) * config.rows
     if config.cluster > 1:
         assert config.cluster * config.num_blocks <= 132
         most += 4 * config.cluster * parts * (sum(case.outs) + 128) * config.rows
