@@ -46,10 +46,6 @@ def _settings(deployment: Deployment) -> Iterator[str]:
 
 def _of_model(deployment: Deployment) -> Iterator[str]:
     model = deployment.layout.model
-    if model.latent is not None:
-        yield f"the latents (MLA) of {model.name}: their attention is not proven"
-    if model.wide_qk_norm:
-        yield f"{model.name}, whose norms of queries and keys sum over all devices"
     if model.layer_input_width:
         yield f"{model.name}, whose layers have inputs of their own: they are not proven"
 

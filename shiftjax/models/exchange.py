@@ -41,6 +41,7 @@ Devices that split positions exchange queries and what they find, of rows, or no
 the contexts of tiles: `neighbours.py`.
 """
 
+import functools
 from dataclasses import dataclass, replace
 
 import jax
@@ -63,6 +64,8 @@ from shiftjax.parallel.grid import (
     Use,
 )
 from shiftjax.parallel.layout import Layout
+
+LIMBS, LIMB_BITS = 3, 10  # of squares that are summed in integers: 3e-10 of the largest
 
 Activations = Float[Array, "tokens hidden"]
 # What one device has before and after the exchange of tokens for heads.
@@ -365,6 +368,32 @@ class Parallel:
         back = zip((octets, scales), (values, scale), strict=True)
         codes, scale = (jax.lax.bitcast_convert_type(x, to.dtype) for x, to in back)
         return codes, scale
+
+    def exact_squares(
+        self, x: Float[Array, "tokens heads head_dim"], shares: Float[Array, " heads"]
+    ) -> Float[Array, " tokens"]:
+        """Sum the squares of heads of all devices, each head `shares` times, in integers.
+
+        So no order matters. `shares` are 1, or those of `kv_head_shares`. Squares are in units of
+        the next power of two of a token's largest, and have LIMBS digits of LIMB_BITS bits; the sum
+        of up to 2^18 heads' columns holds 31 bits.
+        """
+        axes, wide = WEIGHT_AXES if self.splits_tokens else ALL_AXES, x.astype(jnp.float32)
+        is_one = self.layout.ways(self.mode) == 1
+        largest = jnp.abs(wide).max((1, 2))
+        largest = largest if is_one else jax.lax.pmax(largest, axes)
+        unit = jnp.exp2(jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1.0))) + 1)
+        times = jnp.round(shares * self.layout.num_devices).astype(jnp.int32)
+        rest, digits = jnp.square(wide / unit[:, None, None]), []
+        for _ in range(LIMBS):
+            digit = jnp.floor(rest * 2.0**LIMB_BITS)
+            rest = rest * 2.0**LIMB_BITS - digit
+            digits.append((digit.astype(jnp.int32).sum(2) * times[None]).sum(1))
+        totals = jnp.stack(digits)
+        totals = totals if is_one else jax.lax.psum(totals, axes)
+        scales = 2.0 ** (-LIMB_BITS * np.arange(1, LIMBS + 1, dtype=np.float32))
+        low_first = (totals[i].astype(jnp.float32) * scales[i] for i in reversed(range(LIMBS)))
+        return functools.reduce(jnp.add, low_first) * jnp.square(unit) / self.layout.num_devices
 
     def kv_head_shares(self) -> Float[Array, " kv_heads"]:
         """Return 1 / (how many times all devices that split weights hold it) of each KV head here.

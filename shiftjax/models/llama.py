@@ -176,11 +176,15 @@ class Attention(Part):
         """
         config, share = self.config, parallel.kv_head_shares()
         wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
-        squares = jnp.stack(
-            [(wide_q**2).sum((1, 2)), ((wide_k**2).sum(2) * share[None]).sum(1)], axis=1
-        )
         counts = np.array([config.num_heads, config.num_kv_heads], np.float32) * config.head_dim
-        scale = jax.lax.rsqrt(parallel.reduce(squares) / counts[None] + config.rms_norm_eps)
+        if parallel.numerics.is_strict:
+            once = jnp.ones(q.shape[1], jnp.float32)
+            sums = [parallel.exact_squares(q, once), parallel.exact_squares(k, share)]
+            squares = jnp.stack(sums, axis=1)
+        else:
+            sums = [(wide_q**2).sum((1, 2)), ((wide_k**2).sum(2) * share[None]).sum(1)]
+            squares = parallel.reduce(jnp.stack(sums, axis=1))
+        scale = jax.lax.rsqrt(squares / counts[None] + config.rms_norm_eps)
 
         def weigh(x: Array, scale: Array, param: nnx.Param) -> Array:
             weight, in_float32 = norm_weight(param[...], config), config.norm_in_float32

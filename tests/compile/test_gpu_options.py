@@ -25,7 +25,7 @@ def gpu():
 
 
 def test_this_xla_knows_all_options(gpu):
-    assert [refusal(gpu, name, value) for name, value in ONE_GRAPH.items()] == [None] * 3
+    assert [refusal(gpu, name, value) for name, value in ONE_GRAPH.items()] == [None] * 4
     assert gpu_options(gpu, "auto") == dict(ONE_GRAPH)
     assert gpu_options(gpu, "none") == {}
 

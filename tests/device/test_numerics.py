@@ -6,6 +6,7 @@ Random histories, with preemption and prefix hits, are in `test_mode_invisibilit
 import itertools
 import random
 from functools import cache
+from pathlib import Path
 
 import engines
 import numpy as np
@@ -103,6 +104,35 @@ VARIANTS = {
 )
 def test_the_bits_are_the_same_with(variant):
     built = build("invariant", (32,), *VARIANTS[variant])
+    base = served(built, BASE)
+    assert share_of_equal(base, served(built, RandomPolicy(5))) == 1
+    assert share_of_equal(base, [served(built, SHIFT, [one])[0] for one in PROMPTS]) == 1
+
+
+def of_parity(name: str, numerics: str) -> Built:
+    folder = Path(__file__).parent.parent / "data" / "parity" / name
+    own = {"token_buckets": [32], "max_num_batched_tokens": 32, "num_blocks": 300}
+    own |= {"sp": 2, "tp": 2} if name == "olmo2" else {"sp": SP, "tp": TP}  # of 6 heads and of 8
+    options = own | {"dtype": "bfloat16", "max_num_seqs": 16, "prefix_caching": False}
+    return engines.build_tiny(folder, numerics=numerics, **options)
+
+
+@pytest.mark.costs(60)
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "numerics"),
+    [
+        ("deepseek_v3", "integer"),
+        *exhaustive(("deepseek_v2", "invariant"), ("deepseek_v3", "invariant")),
+        ("olmo2", "invariant"),
+        *exhaustive(("olmo2", "integer")),
+    ],
+)
+def test_the_bits_are_the_same_with_latents_and_wide_norms(name, numerics):
+    """In small models, of which a part has the same bits anyhow."""
+    loose = of_parity(name, "fast")
+    assert share_of_equal(served(loose, BASE), served(loose, SHIFT)) < 0.9
+    built = of_parity(name, numerics)
     base = served(built, BASE)
     assert share_of_equal(base, served(built, RandomPolicy(5))) == 1
     assert share_of_equal(base, [served(built, SHIFT, [one])[0] for one in PROMPTS]) == 1
