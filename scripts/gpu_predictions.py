@@ -30,6 +30,7 @@ from shiftjax.costs.work import Work
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
+PLAIN = Formats()
 COPY, GEMM = 0.9, 0.79  # shares of the data sheet: 3.0 TB/s and 780 TFLOP/s of an H100 SXM
 LAUNCH_US = (0.8, 2.0, 4.0)  # `kernel_seconds` of the machines; XLA's graphs may be quicker
 FP8_DECODE, FP8_PREFILL = (1.5, 2.0), 0.8  # codes are widened in shared memory: compiled, not run
@@ -172,11 +173,10 @@ def _chunk_seconds(shape: ExpertsShape, machine: Machine, copy: float) -> list[f
     ]
 
 
-def _costs(name: str, machine: Machine, devices: int = 1) -> CostModel:
-    """The model of costs of a preset in bfloat16 at TP = `devices`, from which `plan` predicts."""
-    return CostModel(
-        Layout(PRESETS[name], 1, devices), machine, load_engine("shiftjax").offline, Formats()
-    )
+def _costs(name: str, machine: Machine, devices: int = 1, formats: Formats = PLAIN) -> CostModel:
+    """The model of costs of a preset at TP = `devices`, from which `plan` predicts."""
+    layout = Layout(PRESETS[name], 1, devices)
+    return CostModel(layout, machine, load_engine("shiftjax").offline, formats)
 
 
 def _seconds(costs: CostModel, work: Work) -> float:
@@ -197,13 +197,18 @@ def _apart_seconds(options: Mapping[str, str], model: ModelConfig, machine: Mach
 
 
 def _engine(machine: Machine) -> list[dict[str, Any]]:
+    from gpu_engine import formats_with
+
     costs, rows = _costs("llama-8b", machine), []
     model, rate = costs.model, machine.memory_bytes_per_second
     for name, options in ENGINES.items():
         graph, loops = options["gpu_options"] == "auto", options["attention"] == "xla"
+        formats = formats_with(options)
+        own = _costs("llama-8b", machine, formats=formats)
         for batch in (1, 64):
             least = decode_bytes(model, 1, [1024] * batch) / rate
-            value = _seconds(costs, Work.decode(batch, 1024))
+            least /= 1 if formats == PLAIN else 2
+            value = _seconds(own, Work.decode(batch, 1024))
             value += _apart_seconds(options, model, machine)
             more = _kv_bytes(model, batch) / rate / of_format(machine.kv_efficiency, "bfloat16")
             low, mid, high = (more * (one - 1) if loops else 0.0 for one in LOOP_TRAFFIC)

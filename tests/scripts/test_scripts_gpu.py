@@ -110,6 +110,7 @@ def test_a_dry_run_goes_through_every_part(dry_rows):
     by_part = {name: [row for row in dry_rows if row["part"] == name] for name in parts}
     names = {name: [row.get("row") for row in rows] for name, rows in by_part.items()}
     assert names["engine: pallas, one graph"] == ["start", *STEPS, *USERS, *PROFILES]
+    assert names["engine: fp8, one graph"] == names["engine: pallas, one graph"]
     assert names["engine: fp8"] == ["start", *STEPS, *PROFILES]
     assert names["engine: experts"] == ["start", STEPS[0], PROFILES[0]]
     smoke = by_part["smoke: 1 KV head"]
@@ -120,7 +121,7 @@ def test_a_dry_run_goes_through_every_part(dry_rows):
     assert by_part["goldens"] and by_part["torch"] == [by_part["torch"][0]]
     assert by_part["torch"][0]["skipped"] == "torch is not installed"
     switches = [row for row in dry_rows if row.get("row") == "switch"]
-    assert [(row["sp"], row["tp"]) for row in switches] == [(1, 1), (2, 1)]
+    assert [(row["sp"], row["tp"]) for row in switches] == [(1, 1), (1, 1), (2, 1)]
     assert all(row["same_tokens"] == row["batch"] for row in switches)
 
 
@@ -130,7 +131,7 @@ def test_a_dry_run_leaves_three_files(dry_run):
         ("gpu_run.json", "profile.json", "logs.tar.gz")
     )
     profiles = json.loads((dry_run / "profile.json").read_text())
-    assert [profile["row"] for profile in profiles] == [*PROFILES, *PROFILES, PROFILES[0]]
+    assert [profile["row"] for profile in profiles] == [*PROFILES * 3, PROFILES[0]]
     for kernels in (profile["kernels"] for profile in profiles):
         assert 5 < len(kernels) <= 20 and kernels[0]["us"] >= kernels[1]["us"] > 0
     with tarfile.open(dry_run / "logs.tar.gz") as logs:
