@@ -96,7 +96,11 @@ def experts_error(shape: ExpertsShape, config: GroupedConfig | None, effort: Eff
     (turn,) = calls.turns
     weights, _, gains, _ = turn
     config = config or config_for(shape.chosen().size / shape.experts, weights)
-    out = jax.jit(lambda *own: added(*own, config, effort))(calls.first, *turn)
+
+    def sums(x, weights, routed, gains, is_own):
+        return added(x, weights, routed, gains, is_own, config, effort)
+
+    out = jax.jit(sums)(calls.first, *turn)
     expected = reference.experts(np.asarray(calls.first), weights, shape.chosen(), gains).sum(
         axis=1
     )
