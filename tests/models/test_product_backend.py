@@ -204,6 +204,7 @@ def test_kernels_see_numbers_of_every_mode():
     assert plain_shape(Layout(LLAMA, 8, 1), formats_of("float32")) is None
 
 
+@pytest.mark.costs(10)
 def test_numbers_are_multiplied_by_kernels_that_pass_their_check(caplog):
     layout, asked = Layout(LLAMA, 8, 1), []
     how = layout, Formats(), DEVICE, "pallas"
