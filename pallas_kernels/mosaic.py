@@ -44,7 +44,8 @@ def swizzled(shape: tuple[int, ...], dtype: DTypeLike, columns: int | None = Non
 
 def staged_rows(rows: int, row_bytes: int) -> int:
     """Return how many rows to make room for, so that TMA may read the next ones where they lie."""
-    return next(n for n in range(rows, 4 * rows + 1) if n * row_bytes % TMA_ALIGNMENT == 0)
+    places = range(rows, rows + TMA_ALIGNMENT)
+    return next(n for n in places if n * row_bytes % TMA_ALIGNMENT == 0)
 
 
 def filled(shape: tuple[int, ...], value: float | jax.Array, layout: Any = WGMMA) -> jax.Array:

@@ -97,7 +97,7 @@ def test_a_compiled_step_moves_what_was_predicted(capsys, tmp_path):
         assert kinds["product"] >= 4 * PRESETS["tiny"].num_layers
     # The arguments are the weights and kilobytes of the step's inputs, most of them biases.
     row = largest
-    assert 0 <= row["weights_gb"] - row["predicted_weights_gb"] < 30e-6
+    assert 0 <= row["weights_gb"] - row["predicted_weights_gb"] < 36e-6  # each of 256 bytes
     held = row["weights_gb"] + row["temporaries_gb"]
     foreseen = row["predicted_weights_gb"] + row["predicted_temporaries_gb"]
     assert (row["kv_tokens"] <= row["predicted_kv_tokens"]) is (held >= foreseen)
