@@ -106,8 +106,8 @@ def draw(shape: CodeShape, step: CodeStep) -> tuple[Activations, tuple[Matrix, .
         return unit * jnp.exp2(jax.random.uniform(next(keys), size, minval=-2.0, maxval=2.0))
 
     tokens = Codes(codes(x[0].shape), scales(x[1].shape, 1.0))
-    matrices = tuple(Matrix(codes(values.shape), scales(scale.shape, unit)) for _ in range(count))
-    return tokens, matrices
+    matrices = (Matrix(codes(values.shape), scales(scale.shape, unit)) for _ in range(count))
+    return tokens, tuple(matrices)
 
 
 def outputs_of(

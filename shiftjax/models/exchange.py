@@ -42,6 +42,7 @@ the contexts of tiles: `neighbours.py`.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 import jax
@@ -383,7 +384,8 @@ class Parallel:
         largest = jnp.abs(wide).max((1, 2))
         largest = largest if is_one else jax.lax.pmax(largest, axes)
         unit = jnp.exp2(jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1.0))) + 1)
-        times = jnp.round(shares * self.layout.num_devices).astype(jnp.int32)
+        whole = math.lcm(*self._kv_head_copies().flat)  # so that each share is an integer
+        times = jnp.round(shares * whole).astype(jnp.int32)
         rest, digits = jnp.square(wide / unit[:, None, None]), []
         for _ in range(LIMBS):
             digit = jnp.floor(rest * 2.0**LIMB_BITS)
@@ -393,18 +395,22 @@ class Parallel:
         totals = totals if is_one else jax.lax.psum(totals, axes)
         scales = 2.0 ** (-LIMB_BITS * np.arange(1, LIMBS + 1, dtype=np.float32))
         low_first = (totals[i].astype(jnp.float32) * scales[i] for i in reversed(range(LIMBS)))
-        return functools.reduce(jnp.add, low_first) * jnp.square(unit) / self.layout.num_devices
+        return functools.reduce(jnp.add, low_first) * jnp.square(unit) / whole
 
     def kv_head_shares(self) -> Float[Array, " kv_heads"]:
         """Return 1 / (how many times all devices that split weights hold it) of each KV head here.
 
         A sum over heads, weighed so and reduced, counts every head once.
         """
-        ranks = np.array(self.layout.kv_heads_of_ranks(self.mode))
-        shares = (1 / np.bincount(ranks.reshape(-1))[ranks]).astype(np.float32)
+        shares = (1 / self._kv_head_copies()).astype(np.float32)
         if self.layout.ways(self.mode) == 1:
             return jnp.asarray(shares[0])
         return jnp.asarray(shares)[jax.lax.axis_index(WEIGHT_AXES)]
+
+    def _kv_head_copies(self) -> np.ndarray:
+        """Return how many times all devices that split weights hold each KV head of a device."""
+        ranks = np.array(self.layout.kv_heads_of_ranks(self.mode))
+        return np.bincount(ranks.reshape(-1))[ranks]
 
     def _replicate(self, heads: AllKvHeads) -> Float[Array, "tokens_sp sent_heads head_dim"]:
         """Lay out the KV heads in the order in which the devices of `sp` want them."""
