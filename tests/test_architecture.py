@@ -43,6 +43,7 @@ FLOORS = (
     ("shiftjax.phases", NO_JAX),
     ("shiftjax.hosts", NO_JAX),
     ("shiftjax.rollouts", NO_JAX),
+    ("shiftjax.adapters", NO_JAX),
     ("shiftjax.embed", NO_JAX),
     ("shiftjax.assembly", NO_JAX),
     ("shiftjax.sim", NO_JAX),

@@ -188,6 +188,13 @@ class Stage:
     num_all: int  # layers of the whole model
 
 
+class LoraSlots(NamedTuple):
+    """Room for low-rank adapters on devices: how many, and of which rank at most."""
+
+    num: int
+    rank: int
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """One decoder of the Llama family, or an encoder; variants are flags here, not files elsewhere.
@@ -253,6 +260,7 @@ class ModelConfig:
     speculator: Speculator | None = None  # drafts by a model; None: none
     codes: Codes | None = None  # what the checkpoint is quantised to; None: plain numbers
     stage: Stage | None = None  # `num_layers` are those of this stage; None: the whole model
+    lora: LoraSlots | None = None  # room for adapters; None: there is none
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

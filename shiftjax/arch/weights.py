@@ -25,7 +25,7 @@ EACH = "{expert}"  # in the source of a stack of experts: checkpoints have a ten
 
 
 Plain = Literal["matrix", "latent_up", "table", "norm", "head_norm", "bias", "correction"]
-Kind = Plain | Literal["codes", "scale", "scales", "zeros", "input_scale", "kv_scale"]
+Kind = Plain | Literal["codes", "scale", "scales", "zeros", "input_scale", "kv_scale", "factor"]
 
 
 def of_shape(axis: str, heads: int) -> str:
@@ -75,7 +75,7 @@ class Weight(NamedTuple):
     directions, and so never becomes codes; a `head_norm` is a norm that checkpoints have as
     `[heads, head_dim]`; a `correction` is float32 in every format. `codes` are a quantised matrix,
     `scale` what they are in units of and `input_scale` what its inputs are; `scales` and `zeros`
-    are those of groups of inputs (`parallel/stored.py`).
+    are those of groups of inputs (`parallel/stored.py`). A `factor` is of adapters (`lora.py`).
     """
 
     name: str  # the path to it in its module: layers.0.attention.q

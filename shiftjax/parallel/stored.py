@@ -21,6 +21,7 @@ dimension: what the fp8 instructions of GPUs want, and nothing is transposed in 
 four bits: `four_bits.py`.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,6 +29,7 @@ import numpy as np
 
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
+from shiftjax.arch.lora import factors_of
 from shiftjax.arch.weights import Axis, Weight, kv_scales_of, read_axis, weights_of
 from shiftjax.options import ConfigError
 from shiftjax.parallel.blocks import BLOCK, block_of_width
@@ -81,10 +83,15 @@ def plain_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
 
     With codes of eight bits, MLPs are padded so that devices have whole blocks.
     """
+    return tuple(layout.stored(weight) for weight in _split_as(layout, formats))
+
+
+def _split_as(layout: Layout, formats: Formats) -> Iterable[Weight]:
+    """Every weight of the layout's model, unpadded, with the axes by which devices split it."""
     weights = weights_of(layout.model)
     if formats.has_codes_of_inputs:
-        weights = (_in_whole_blocks(weight) for weight in weights)
-    return tuple(layout.stored(weight) for weight in weights)
+        return map(_in_whole_blocks, weights)
+    return weights
 
 
 def _in_whole_blocks(weight: Weight) -> Weight:
@@ -98,7 +105,7 @@ def _in_whole_blocks(weight: Weight) -> Weight:
 def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """Every weight of the layout's model as devices store it, in the order of the model's.
 
-    With the scales of a KV cache of codes. Raises ConfigError for four bits that the checkpoint has
+    With the scales of a KV cache of codes, and the factors of adapters. Raises ConfigError for four bits that the checkpoint has
     not, and where a shard would cut a group of them, or a block.
     """
     stored: list[Weight] = []
@@ -109,6 +116,8 @@ def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
             stored.append(plain)
     if FORMATS[formats.kv].has_scales:
         stored += [layout.stored(scales) for scales in kv_scales_of(layout.model)]
+    if (slots := layout.model.lora) is not None:
+        stored += map(layout.stored, factors_of(_split_as(layout, formats), slots))
     return tuple(stored)
 
 
