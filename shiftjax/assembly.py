@@ -5,12 +5,15 @@ for every backend. No JAX.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from shiftjax.adapters.admission import WithAdapters
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.core.admission import Admission
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.engine import Engine
@@ -66,6 +69,7 @@ class Started(NamedTuple):
     mover: Mover | None = None  # of sequences, between the groups of a fleet
     exchange: Exchange | None = None  # of the devices, between two deployments
     routing: RoutingHistory | None = None  # of the model's experts, as devices count it
+    adapters: AdapterPool | None = None
 
 
 class Backend(Protocol):
@@ -96,10 +100,11 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing = backend.start(deployments)
+    groups, mover, exchange, routing, adapters = backend.start(deployments)
     first = groups[0]
     memory = HostMemory(first.deployment.host_bytes)
-    lanes = [_make_lanes(each, memory, is_phase=exchange is not None) for each in groups]
+    how = {"is_phase": exchange is not None, "adapters": adapters}
+    lanes = [_make_lanes(each, memory, **how) for each in groups]
     topology: Topology | None = None
     if exchange is not None:
         by_phase = dict(zip(PHASES, lanes, strict=True))
@@ -109,21 +114,33 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
         topology = make_fleet(first.deployment, lanes[0], *known, mover, backend.now)
     if routing is not None:
         routing.watchers += _priced_by_routing(groups, topology)
-    return Engine(
+    limits = limits_of(each.deployment for each in groups)
+    parts: list[Callable[[], object]] = [] if routing is None else [routing.told]
+    if adapters is not None:
+        limits = replace(limits, adapters=adapters)
+        parts.append(adapters.told)
+    engine = Engine(
         list(chain.from_iterable(lanes)),
         first.policies[max(first.policies)],
-        limits_of(each.deployment for each in groups),
+        limits,
         overlap=first.deployment.overlap,
         seed=first.deployment.seed,
         clock=backend.clock,
         wait=backend.wait,
         topology=topology,
         patience=0.0 if exchange is not None else _patience(first),
-        parts=() if routing is None else (routing.told,),
+        parts=parts,
     )
+    if adapters is not None:
+        adapters.users = lambda: (
+            (request.adapter, runs) for request, runs in engine.unfinished() if request.adapter
+        )
+    return engine
 
 
-def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[Lane]:
+def _make_lanes(
+    groups: Groups, memory: HostMemory, *, is_phase: bool, adapters: AdapterPool | None
+) -> list[Lane]:
     """A lane for every group; those of a fleet share their blocks, all of them host memory.
 
     A lane has a policy of its own where the engine has lanes of several deployments or widths.
@@ -143,6 +160,8 @@ def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[L
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None
+        if adapters is not None:
+            admission = WithAdapters(adapters)
         if groups.admission is not None:
             admission = groups.admission()
         seams = speculation, blocks.get(group), host, admission

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.assembly import assemble
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
@@ -38,6 +39,7 @@ class Built:
     load_seconds: float
     compile_seconds: float
     rollouts: Rollouts  # what holds the engine and changes its weights
+    adapters: AdapterPool | None = None
 
     @property
     def deployment(self) -> Deployment:
@@ -136,7 +138,10 @@ def start(backend: DeviceBackend, deployments: Sequence[Deployment]) -> Built:
     load = backend.load_seconds
     rollouts = Rollouts(engine, backend.store)
     held = engine, backend.deployments, backend.runners
-    built = Built(*held, load, seconds - load, rollouts)
+    adapters = backend.adapters
+    if adapters is not None and backend.store is not None:
+        backend.store.watchers.append(adapters.forget_slots)
+    built = Built(*held, load, seconds - load, rollouts, adapters)
     for name, reason in built.attention.items():
         logger.info("attention: %s (%s)", name, reason)
     for name, reason in built.experts.items():

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from shiftjax.core.policies import DEFAULT_POLICY, POLICIES
 from shiftjax.draft_options import DraftOptions
+from shiftjax.lora_options import LoraOptions
 from shiftjax.options import (
     ConfigError,
     Setting,
@@ -403,6 +404,7 @@ class EngineConfig:
     compile: CompileOptions = field(default_factory=CompileOptions)
     drafts: DraftOptions = field(default_factory=DraftOptions)
     fleet: FleetOptions = field(default_factory=FleetOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
 
     def __post_init__(self) -> None:
         options, known = self.flat() | self.controls(), {**SETTINGS, **CONTROLS}
@@ -491,6 +493,23 @@ def budget_holds_the_decodes(
         f"max_num_batched_tokens = {max_num_batched_tokens} is less than max_num_seqs = "
         f"{max_num_seqs}: a step must hold one token of every sequence"
     )
+
+
+def _adapters_are_enabled(
+    enable_lora: bool,
+    lora_modules: str | None,
+    max_loras: int | None,
+    max_cpu_loras: int | None,
+    lora_folder: str | None,
+) -> str | None:
+    given = {"lora_modules": lora_modules, "max_loras": max_loras}
+    given |= {"max_cpu_loras": max_cpu_loras, "lora_folder": lora_folder}
+    set_ones = [name for name, value in given.items() if value is not None]
+    if set_ones and not enable_lora:
+        return f"{set_ones[0]} has no meaning without enable_lora: set it, too"
+    if max_loras and max_cpu_loras and max_cpu_loras < max_loras:
+        return f"max_cpu_loras = {max_cpu_loras} is less than max_loras = {max_loras}"
+    return None
 
 
 def _fleet_has_its_own_degrees(

@@ -27,6 +27,7 @@ FLOORS = (
     ("shiftjax.metric", NO_JAX),
     ("shiftjax.draft_options", NO_JAX),
     ("shiftjax.targets", NO_JAX),
+    ("shiftjax.lora_options", NO_JAX),
     ("shiftjax.arch", NO_JAX),
     ("shiftjax.parallel", NO_JAX),
     ("shiftjax.costs", NO_JAX),

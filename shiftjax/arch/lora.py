@@ -1,12 +1,12 @@
-"""Which matrices low-rank adapters change (LoRA, arXiv 2106.09685), and the arrays of factors. No JAX.
+"""Which matrices low-rank adapters change (LoRA, arXiv 2106.09685), and their factors. No JAX.
 
 An adapter adds b (a x) to what a matrix gives for x. A device has room for several adapters: slots.
 Factors lie with the slots side by side, and are stored as the matrix is that they belong to:
 
-    column-parallel   a [slots, matrices, rank, in], whole on every device: of all that read one input
+    column-parallel   a [slots, matrices, rank, in] of all that read one input, on every device
                       b [*out, slots, rank], split by outputs, as the matrix is
     row-parallel      a [*in, slots, rank], split by inputs, as the matrix is
-                      b [slots, rank, out], whole on every device
+                      b [slots, rank, out], on every device
 
 What is split has the rows of its matrix, so that what a mode uses of it is a view, too. Sums of the
 column-parallel need no exchange, those of the row-parallel go along in the sum that is made anyway.
@@ -41,6 +41,11 @@ class Adapted(NamedTuple):
     def inputs(self) -> int:
         """Its inputs, unpadded."""
         return self.weight.num_elements // self.outputs
+
+
+def read_together(name: str) -> tuple[str, ...]:
+    """Return the column-parallel matrices of a part that may read one input with this one."""
+    return next((each for each in _TOGETHER if name in each), (name,))
 
 
 @cache
@@ -87,7 +92,7 @@ def _adapted(weights: Iterable[Weight]) -> Iterator[Adapted]:
         if weight.transposed:
             yield Adapted(weight, weight.name, 0)
             continue
-        group = next((each for each in _TOGETHER if name in each), (name,))
-        first, count = firsts.get((layer, group), (weight.name, 0))
-        firsts[layer, group] = first, count + 1
+        group = layer, read_together(name)
+        first, count = firsts.get(group, (weight.name, 0))
+        firsts[group] = first, count + 1
         yield Adapted(weight, first, count)

@@ -3,7 +3,7 @@
 import heapq
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -260,6 +260,16 @@ class Engine:
     def num_begun(self) -> int:
         """Requests that lanes have."""
         return sum(len(lane.scheduler.requests) for lane in self.lanes)
+
+    def unfinished(self) -> Iterator[tuple[Request, bool]]:
+        """Yield the request of every unfinished sequence, and whether it runs."""
+        for request in self._queued.values():
+            yield request, False
+        for lane in self.lanes:
+            for siblings in lane.scheduler.requests.values():
+                for each in siblings:
+                    if each.status is not Status.FINISHED:
+                        yield each.request, each.status is Status.RUNNING
 
     @property
     def names(self) -> list[str]:

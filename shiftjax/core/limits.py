@@ -1,6 +1,7 @@
 """What is refused at the engine's door, before it can do harm. No JAX."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,7 @@ class RequestLimits:
     max_logprobs: int = 20  # NO_LOGPROBS: tokens come from no model
     eos_token_ids: tuple[int, ...] = ()
     computes_prompts: bool = True  # False: the last layers compute output tokens only (SwiftKV)
-    adapters: frozenset[str] = frozenset()
+    adapters: Container[str] = frozenset()  # those that requests may ask for
     widest: int = 1
 
     def max_length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout, round_up
 
 SMALLEST_TOKENS = 8  # fewer rows are no faster where a step is bound by reading the weights
@@ -19,6 +20,7 @@ class Bucket(NamedTuple):
     rows: int
     max_seqs: int | None = None
     rows_alone: bool = False  # kernels: each token attends as a row; a larger bucket has tiles
+    has_adapters: bool = False  # of some of its tokens
 
     @property
     def seqs(self) -> int:
@@ -116,3 +118,9 @@ def _with_rows_alone(buckets: Iterable[Bucket]) -> list[Bucket]:
         )
         for one in buckets
     ]
+
+
+def also_with_adapters(wanted: Mapping[Bucket, list[Mode]]) -> dict[Bucket, list[Mode]]:
+    """Return modes by bucket, of steps in which no token has an adapter, and of those with some."""
+    others = {one._replace(has_adapters=True): modes for one, modes in wanted.items()}
+    return {**wanted, **others}

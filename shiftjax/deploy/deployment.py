@@ -35,6 +35,7 @@ from shiftjax.costs.sum_buffers import sum_buffer_bytes, switch_buffer_bytes
 from shiftjax.deploy.budgets import OF_CPUS, Budgets
 from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.host_tier.extents import EXTENT_SIZES, MOST_AHEAD, MOST_IN_FLIGHT
+from shiftjax.lora_options import NO_LORA, LoraOptions
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import (
     NO_FLEET,
@@ -102,6 +103,7 @@ class Deployment:
     seed: int = 0  # of requests that bring none, and of random weights
     sizes_by: Literal["cost", "largest"] = "cost"  # of steps with prompts, where costs are known
     targets: Targets = NO_TARGETS  # of latency, that sizes of steps are chosen for, too
+    lora: LoraOptions = NO_LORA  # which adapters are served
     kv_scales: str = ""  # name of the scales of a KV cache of codes: equal ones have equal names
 
     @cached_property

@@ -19,6 +19,7 @@ from shiftjax.costs.memory import (
 from shiftjax.deploy.budgets import chosen_budgets
 from shiftjax.deploy.deployment import Deployment, Devices
 from shiftjax.deploy.expert_storage import expert_problems, with_experts
+from shiftjax.deploy.lora_rule import with_adapters
 from shiftjax.deploy.numerics_rule import check_numerics
 from shiftjax.deploy.position_rule import with_positions
 from shiftjax.deploy.window_rule import with_freed_blocks
@@ -86,6 +87,7 @@ def resolve(
     if config.model.max_model_len is None and longest < model.max_position_embeddings:
         say_served(model.name, longest, model.max_position_embeddings, most_attended(model))
     model = with_freed_blocks(config, served_within(model, longest), longest)
+    model = with_adapters(config, model)
     formats = formats_in(config, model, suited)
     budgets = chosen_budgets(config, devices.budgets)
     tokens = budgets.max_num_batched_tokens
@@ -137,6 +139,7 @@ def resolve(
         sizes_by=scheduler.step_sizes,
         targets=scheduler.targets,
         seed=config.model.seed,
+        lora=config.lora,
     )
     deployment = with_positions(config, deployment, devices)
     check_numerics(config, deployment)

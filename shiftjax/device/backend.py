@@ -7,11 +7,15 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
+from shiftjax.adapters.adapter import Adapter
+from shiftjax.adapters.pool import AdapterPool
+from shiftjax.adapters.slots_device import DeviceSlots
 from shiftjax.arch.formats import FORMATS
 from shiftjax.assembly import Drafter, Groups, Started
 from shiftjax.core.lane import wait_for_one
 from shiftjax.core.policy import Policy, wanted_modes
 from shiftjax.core.request import Runner
+from shiftjax.costs.buckets import also_with_adapters
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.attention_cases import Shape
@@ -46,6 +50,7 @@ from shiftjax.phases.pipeline_device import PipelineRunner
 from shiftjax.phases.resharding import PHASES, Phase
 from shiftjax.rollouts.weights_device import DeviceStore
 from shiftjax.routing.history import history_of
+from shiftjax.weights.peft import read_adapter
 from shiftjax.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -84,6 +89,7 @@ class DeviceBackend:
         self.runners: list[DeviceRunner] = []  # of the groups at work first, and their stages
         self.deployments: list[Deployment] = []  # with their KV blocks
         self.load_seconds = 0.0
+        self.adapters: AdapterPool | None = None
         self.store: DeviceStore | None = None  # of what was started; None: of several hosts
         self.devices, self._source, self._progress = devices, source, progress
         self._cache_dir, self._check, self._hosts = cache_dir, check, hosts
@@ -104,8 +110,9 @@ class DeviceBackend:
         sizes = PoolSizes(deployment, self.devices, self._cache_dir, hosts=self._hosts)
         compiled = self._compile(deployment, groups, sizes)
         self._progress("warm up", 0, 1)
-        routing = history_of([deployment])
-        runners = start_runners(compiled.deployment, groups, compiled.programs, {}, routing)
+        routing, adapters = history_of([deployment]), self._adapters(deployment, groups)
+        started = compiled.deployment, groups, compiled.programs, {}, routing
+        runners = start_runners(*started, slots=None if adapters is None else adapters.slot_of)
         mover = None
         if deployment.widths:
             self._progress("compile moves", 0, 1)
@@ -117,7 +124,24 @@ class DeviceBackend:
         if self._hosts is not None:
             self._hosts.least("to have started", ())
         started = [_groups(compiled, runners, self._hosts)]
-        return Started(started, mover=mover, routing=routing)
+        self.adapters = adapters
+        return Started(started, mover=mover, routing=routing, adapters=adapters)
+
+    def _adapters(self, deployment: Deployment, groups: Sequence[Placed]) -> AdapterPool | None:
+        """Return the adapters of a deployment, the first in its slots. Raises AdapterError."""
+        lora, model = deployment.lora, self._source.config
+        if not lora.num_slots:
+            return None
+        dtype = FORMATS[deployment.formats.activations].dtype
+
+        def read(name: str, path: str) -> Adapter:
+            return read_adapter(name, Path(path), model, dtype, lora.max_lora_rank)
+
+        pool = AdapterPool(lora.num_slots, read, DeviceSlots(groups), lora.max_cpu_loras)
+        for name, path in lora.modules.items():
+            pool.load(name, path)
+        pool.fill()
+        return pool
 
     def place(self, deployment: Deployment) -> list[Placed]:
         """Return the groups of a deployment with their weights."""
@@ -181,6 +205,8 @@ class DeviceBackend:
             width: wanted_modes(policies[width], of_width.buckets, modes[width])
             for width, of_width in deployment.by_width.items()
         }
+        if deployment.lora.num_slots:
+            wanted = {width: also_with_adapters(modes) for width, modes in wanted.items()}
         for width in deployment.widths:
             logger.info("fleet: %s", describe_width(deployment.of_width(width), wanted[width]))
         if deployment.widths and device.platform != "cpu":

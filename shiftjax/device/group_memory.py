@@ -5,7 +5,7 @@ buffers that its devices have, in any mode, without a copy. A runner borrows wha
 Where other groups take turns on the same devices, a group lets go of all of it and is filled again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import jax
@@ -105,12 +105,14 @@ class GroupMemory:
         copies = (v for (n, *_), v in self._views.items() if self._weights.copies(arrays[n][0]))
         return sum(shard.data.nbytes for each in copies for shard in each.addressable_shards)
 
-    def let_go(self, nth: int) -> None:
-        """Hold the nth array no more, nor what shares its memory; `take` is to follow."""
+    def let_go(self, *places: int) -> None:
+        """Hold arrays no more, nor what shares their memory; `take` is to follow."""
         arrays = self._weights.arrays
-        names = {weight.name for weight in arrays[nth]}
-        gone = {n for n, (first, *_) in enumerate(arrays) if first.tied_to in names} | {nth}
-        self._given[nth], self._stored = None, ()
+        names = {weight.name for nth in places for weight in arrays[nth]}
+        gone = {n for n, (first, *_) in enumerate(arrays) if first.tied_to in names} | {*places}
+        for nth in places:
+            self._given[nth] = None
+        self._stored = ()
         self._by_use.clear()
         self._views = {key: view for key, view in self._views.items() if key[0] not in gone}
 
@@ -118,6 +120,12 @@ class GroupMemory:
         """Hold an array, like those that `fill` takes, as the nth; `view` is to follow."""
         self.let_go(nth)
         self._given[nth] = array_on_group(array, self.mesh)
+
+    def take_all(self, arrays: Mapping[int, jax.Array]) -> None:
+        """Hold several arrays, by their places."""
+        self.let_go(*arrays)
+        for nth, array in arrays.items():
+            self._given[nth] = array_on_group(array, self.mesh)
 
     def view(self) -> None:
         """Make the weights of every mode that steps have been run in."""

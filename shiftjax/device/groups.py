@@ -22,7 +22,7 @@ from shiftjax.device.place import Rows, define, load_rows, read_rows
 from shiftjax.device.pool import DevicePools, PoolOptions
 from shiftjax.device.pool_sizes import LEAST_WORKSPACE_BYTES, PoolSizes
 from shiftjax.device.programs import Program, Progress, compile_programs
-from shiftjax.device.runner import DeviceRunner
+from shiftjax.device.runner import DeviceRunner, SlotOf
 from shiftjax.device.sampling import sample
 from shiftjax.device.step import StepDef
 from shiftjax.device.strict import Chosen, check_strict
@@ -291,12 +291,14 @@ def start_runners(
     programs: Mapping[Kind, list[Program]],
     extents: Extents,
     routing: RoutingHistory | None = None,
+    slots: SlotOf | None = None,
 ) -> dict[Group, list[DeviceRunner]]:
     """Allocate the pools, and load the programs of the first step of a kind for the others.
 
     Every program runs once; `warm_up` is to follow when all else is compiled. `extents` are the KV
     blocks on the host, of all groups and stages. Returns the runners of every group's stages; of
-    one that is no pipeline there is one. Steps of models with experts add to `routing`.
+    one that is no pipeline there is one. Steps of models with experts add to `routing`;
+    `slots` says which slot an adapter is in.
 
     The widest groups come first: what devices need to talk to each other is made when they first
     do, and is then there for narrower groups, too.
@@ -310,9 +312,8 @@ def start_runners(
     for group, step, memory, stage in sorted(groups, key=lambda placed: -placed.group.width):
         pool, kind = pool_of(deployment.of_width(group.width)), kind_of(step)
         counted = counted_steps(deployment, stage, routing)
-        runner = DeviceRunner(
-            step, memory, pool, (), extents=on_host, seed=deployment.seed, counted=counted
-        )
+        beside = {"extents": on_host, "counted": counted, "slots": slots}
+        runner = DeviceRunner(step, memory, pool, (), seed=deployment.seed, **beside)
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:

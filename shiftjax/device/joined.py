@@ -106,7 +106,7 @@ class Joiner:
         assert isinstance(array.sharding, NamedSharding)
         whole = self._found.get(members)
         if whole is None:
-            whole = _zeros(joined_shape(members), array.dtype, array.sharding)()
+            whole = zeros(joined_shape(members), array.dtype, array.sharding)()
         self._found[members] = put_member(whole, array, members, nth)
 
     def arrays(self) -> tuple[jax.Array | None, ...]:
@@ -115,7 +115,8 @@ class Joiner:
 
 
 @lru_cache(maxsize=64)
-def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
+    """Return what makes an array of zeros."""
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 

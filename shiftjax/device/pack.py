@@ -6,6 +6,8 @@ query_start_loc 0    1    2         6            9 9 9
 slot_mapping    the block and offset of each token; padding writes to the null block 0
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pallas_kernels.rows import Rows
@@ -17,14 +19,21 @@ from shiftjax.device.step import GuessInputs, StepInputs
 from shiftjax.models.attention import AttentionMetadata, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 
+NO_SLOT = -1  # of padding, which has no adapter
 
-def suits(bucket: Bucket, plan: StepPlan, backend: AttentionBackend) -> bool:
+
+def suits(
+    bucket: Bucket, plan: StepPlan, backend: AttentionBackend, *, has_adapters: bool = False
+) -> bool:
     """Whether a bucket holds a plan, and its chunks do not read too much there.
 
+    `has_adapters`: sequences of the plan have such.
     Where all tokens attend as rows, a chunk of n tokens after s reads n s + n (n + 1) / 2 tokens of
     context, its tiles would s + n for some tokens each.
     """
     if not bucket.holds(plan.num_tokens, plan.num_rows, len(plan.scheduled)):
+        return False
+    if bucket.has_adapters != has_adapters:
         return False
     if not bucket.rows_alone or backend.most_row_reads is None:
         return True
@@ -42,11 +51,12 @@ def step_inputs(
     key: np.ndarray,
     *,
     model: ModelConfig,
+    adapters: Sequence[int] = (),
 ) -> StepInputs:
     """Lay out a plan and its attention work in a bucket; `scalars` are those of `RowInputs`.
 
     A model with late layers needs the work of logit rows alone, too, one with a speculator the
-    rows of each sequence.
+    rows of each sequence. `adapters` are the slots of the sequences', where the bucket has such.
     """
     scheduled, count = plan.scheduled, len(plan.scheduled)
     starts = np.fromiter((s.start for s in scheduled), np.int32, count)
@@ -91,14 +101,17 @@ def step_inputs(
         attention=attention,
         late=late,
         guessing=guessing,
+        adapters=_padded(np.repeat(adapters, lens), bucket.tokens, NO_SLOT)
+        if bucket.has_adapters
+        else None,
         sampling=scalars | {"positions": positions[sample_rows] + 1},
         key=key,
     )
 
 
-def _padded(values: np.ndarray | list[int], size: int) -> np.ndarray:
+def _padded(values: np.ndarray | list[int], size: int, filler: int = 0) -> np.ndarray:
     """Fill up with zeros: token 0, position 0, the null block's first slot."""
-    padded = np.zeros(size, np.int32)
+    padded = np.full(size, filler, np.int32)
     padded[: len(values)] = values
     return padded
 

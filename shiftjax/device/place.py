@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from shiftjax.arch.config import Codes, ModelConfig
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.weights import Kind, Weight, family_of, plain_axis
-from shiftjax.device.joined import Joiner, Members
+from shiftjax.device.joined import Joiner, Members, zeros
 from shiftjax.device.mesh import stored_sharding
 from shiftjax.device.views import ALIGNMENT_BYTES
 from shiftjax.models.families import FORWARD
@@ -146,6 +146,9 @@ def load_rows(
     _check_errors(layout.model.name, {name: float(error) for name, error in errors.items()})
     for scales in (weight for weight in model.declared if weight.kind == "kv_scale"):
         joiner.put(scales.name, _load_one(scales, np.dtype(np.float32), layout, mesh, rows))
+    for factor in (weight for weight in model.declared if weight.kind == "factor"):
+        sharding = stored_sharding(factor, layout, mesh)
+        joiner.put(factor.name, zeros(factor.shape, model.dtype, sharding)())
     progress("weights", len(plains), len(plains))
     return joiner.arrays()
 

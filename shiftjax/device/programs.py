@@ -119,8 +119,8 @@ def trial_step(step: StepDef, pool: PoolOptions, bucket: Bucket) -> StepInputs:
     num = min(2, bucket.tokens, bucket.rows, bucket.seqs)
     guesses = 0 if model.speculator is None else 1
     plan = StepPlan([item] * num, num, num, 1, [], [], step_id=-1, num_guesses=guesses)
-    key = np.zeros(2, np.uint32)
-    return step_inputs(plan, bucket, pool, step.attention, scalars, key, model=model)
+    own = bucket, pool, step.attention, scalars, np.zeros(2, np.uint32)
+    return step_inputs(plan, *own, model=model, adapters=[0] * num)
 
 
 def abstract_inputs(step: StepDef, pool: PoolOptions, bucket: Bucket) -> tuple[Packing, RowMasks]:

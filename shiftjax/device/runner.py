@@ -5,7 +5,7 @@ order, so a step may read what an earlier one in flight will have written.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,9 @@ from shiftjax.parallel.grid import Mode
 from shiftjax.routing.counts_device import CountedSteps
 
 logger = logging.getLogger(__name__)
+
+
+SlotOf = Callable[[str | None], int]  # of what a request has as its adapter; below 0: none
 
 
 class NoBucketError(RuntimeError):
@@ -75,10 +78,11 @@ class DeviceRunner:
         extents: Extents | None = None,  # None: there is no host tier
         seed: int = 0,
         counted: CountedSteps | None = None,  # of models with experts, where somebody asks
+        slots: SlotOf | None = None,  # of adapters, where there is room for such
     ):
         self.step, self.memory, self.pool = step, memory, pool
         self.programs = list(programs)
-        self.counted = counted
+        self.counted, self.slots = counted, slots
         self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
         self._replicated = named(step.mesh, replicated_spec())
         self._tables = step.table_shardings
@@ -157,6 +161,7 @@ class DeviceRunner:
             rows.scalars,
             self._key,
             model=model,
+            adapters=self._slots_of(plan) if program.bucket.has_adapters else (),
         )
         return Prepared(index, program.packing.pack(inputs), rows.tables, rows.wants_top)
 
@@ -268,12 +273,18 @@ class DeviceRunner:
         return self.programs[self._index_for(plan)]
 
     def _index_for(self, plan: StepPlan) -> int:
+        has_adapters = any(item.sequence.request.adapter for item in plan.scheduled)
         for index, program in enumerate(self.programs):
-            if suits(program.bucket, plan, self.step.attention):
+            if suits(program.bucket, plan, self.step.attention, has_adapters=has_adapters):
                 return index
         size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
         sizes = [(*program.bucket[:2], program.bucket.seqs) for program in self.programs]
         raise NoBucketError(f"no step of (tokens, rows, sequences) {size} among {sizes}")
+
+    def _slots_of(self, plan: StepPlan) -> list[int]:
+        """The slot of each sequence's adapter."""
+        assert self.slots is not None
+        return [self.slots(item.sequence.request.adapter) for item in plan.scheduled]
 
     def _place(self, neutral: RowMasks, tables: RowMasks | None) -> RowMasks:
         """Put the tables that differ from the neutral ones (not None) on the devices."""

@@ -82,6 +82,7 @@ class StepInputs(NamedTuple):
     attention: AttentionMetadata
     late: RowMetadata | None  # of models with layers that compute logit rows alone
     guessing: "GuessInputs | None"  # of models with a speculator
+    adapters: Int[Any, " tokens"] | None  # slot of each token's adapter; None: no token has one
     sampling: dict[str, Any]  # the per-row scalars of SamplingInputs, less pending_ids
     key: UInt32[Any, " 2"]
 
@@ -308,6 +309,8 @@ class StepDef:
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted)
+        if inputs.adapters is not None:
+            context = context._replace(slot=parallel.local_tokens(inputs.adapters))
         context = context._replace(products=self.products, norms=self.norms, whole_ropes=whole)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)

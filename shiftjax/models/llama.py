@@ -134,7 +134,7 @@ class Attention(Part):
         self, x: Activations, names: tuple[str, ...], context: Context
     ) -> list[Float[Array, "tokens heads head_dim"]]:
         """Project to the q, k or v heads of this device."""
-        heads = self._outs(x, names, context.products)
+        heads = self.read_by(x, names, context)
         if not self.config.attention_bias:
             return heads
         biases = (getattr(self, f"{name}_bias")[...][None] for name in names)
@@ -205,7 +205,7 @@ class Attention(Part):
         dtype = None if isinstance(out, Codes) else out.dtype
         if parallel.splits_tokens and self.has_codes("o"):
             if not isinstance(out, Codes):
-                out = codes_for(out.reshape(out.shape[0], -1), self._row("o"))
+                out = codes_for(out.reshape(out.shape[0], -1), self.row("o"))
             out = Codes(*parallel.gather_codes(*out))
         elif not isinstance(out, Codes):
             out = parallel.gather_heads(out)
@@ -389,12 +389,12 @@ def _traced_once(context: Context) -> RunLayer:
         pool: LayerPool,
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
-        of_step: tuple[tuple[tuple[Rope, ...], ...], AttentionMetadata, OpenSums | None],
+        of_step: tuple[tuple[tuple[Rope, ...], ...], AttentionMetadata, OpenSums | None, Any],
     ) -> tuple[Stream, LayerPool, list[Array] | None]:
-        (ropes, whole), metadata, sums = of_step
+        (ropes, whole), metadata, sums, slot = of_step
         counted = None if context.counted is None else []
         own = context._replace(ropes=ropes, whole_ropes=whole, metadata=metadata, sums=sums)
-        own = own._replace(place=place, counted=counted)
+        own = own._replace(place=place, counted=counted, slot=slot)
         return *nnx.merge(graphdef, params)(stream, pool, own, given), counted
 
     def run(
@@ -407,7 +407,7 @@ def _traced_once(context: Context) -> RunLayer:
     ) -> tuple[Stream, LayerPool]:
         sums = None if context.sums is None else context.sums.of_layer(index)
         ropes = context.ropes, context.whole_ropes
-        of_step = ropes, context.metadata.of_group(cached.group), sums
+        of_step = ropes, context.metadata.of_group(cached.group), sums, context.slot
         stream, pool, counted = call(*nnx.split(layer), stream, pool, cached.place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())
@@ -517,7 +517,7 @@ class Llama(nnx.Module):
         ropes = rope_tables(rows.positions[rows.tokens], config)
         in_shift = context.parallel.in_shift
         of_rows = context._replace(ropes=ropes, metadata=metadata, parallel=in_shift, counted=None)
-        of_rows = of_rows._replace(sums=None)  # of other rows, in a branch
+        of_rows = of_rows._replace(sums=None, slot=None)  # of other rows, in a branch
 
         def run_late(x: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
             run, stream = _traced_once(of_rows), Stream(x)

@@ -68,7 +68,7 @@ class LatentAttention(Part):
         narrow = x
         if self.latent.query_rank is not None:
             narrow = rms_norm(self._down(x, "q_down", context), self.q_norm[...], EPSILON)
-        return self._turned(self._out(narrow, "q", context.products), self.latent.nope_dim, context)
+        return self._turned(self.read_by(narrow, ("q",), context)[0], self.latent.nope_dim, context)
 
     def _latents(self, x: Activations, context: Context) -> Float[Array, "tokens 1 width"]:
         """Return what is cached of this device's tokens."""
@@ -80,7 +80,7 @@ class LatentAttention(Part):
 
     def _down(self, x: Activations, name: str, context: Context) -> Float[Array, "tokens narrow"]:
         """Multiply by a matrix that every device has whole."""
-        out = self._out(x, name, context.products)
+        (out,) = self.read_by(x, (name,), context)
         return out + getattr(self, f"{name}_bias")[...][None] if self.config.attention_bias else out
 
     def _turned(self, x: jax.Array, first: int, context: Context) -> jax.Array:

@@ -6,6 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from shiftjax.arch.config import ModelConfig
+from shiftjax.arch.lora import B
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
@@ -36,13 +37,14 @@ class MLP(Part):
 
     def _inner(self, x: Activations, context: Context) -> Float[Array, "tokens width"] | Codes:
         """Return what `down` multiplies."""
-        products, activation = context.products, self.config.activation
-        if hasattr(self, "gate_bias"):
-            gate, up = self._outs(x, ("gate", "up"), products)
-            biases = self.gate_bias[...][None], self.up_bias[...][None]
-            return gate_with(activation, gate + biases[0], up + biases[1])
-        matrices = self._column("gate"), self._column("up")
-        return project_gated(x, matrices, self._row("down"), activation, products)
+        activation, has_bias = self.config.activation, hasattr(self, "gate_bias")
+        if not has_bias and not (context.slot is not None and hasattr(self, f"gate{B}")):
+            matrices = self.column("gate"), self.column("up")
+            return project_gated(x, matrices, self.row("down"), activation, context.products)
+        gate, up = self.read_by(x, ("gate", "up"), context)
+        if has_bias:
+            gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
+        return gate_with(activation, gate, up)
 
 
 class OwnExperts(Part):

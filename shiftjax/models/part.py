@@ -12,6 +12,7 @@ from shiftjax.arch.config import ModelConfig
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.layers import Context
 from shiftjax.models.leaves import row_product
+from shiftjax.models.lora import added_in, added_out
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
 from shiftjax.models.products import (
     Activations,
@@ -60,15 +61,25 @@ class Part(nnx.Module):
         self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
     ) -> list[Float[Array, "..."]]:
         """Multiply by column-parallel matrices, in one launch where that can be."""
-        outs = project_joined(x, tuple(map(self._column, names)), products)
+        outs = project_joined(x, tuple(map(self.column, names)), products)
         sizes = (getattr(self, name)[...].shape[:-1] for name in names)
         return [out.reshape(out.shape[0], *size) for out, size in zip(outs, sizes, strict=True)]
+
+    def read_by(
+        self, x: Activations, names: tuple[str, ...], context: Context
+    ) -> list[Float[Array, "..."]]:
+        """Multiply by column-parallel matrices as `_outs`, with what adapters add."""
+        outs = self._outs(x, names, context.products)
+        added = added_out(self, x, names, context.slot)
+        if added is None:
+            return outs
+        return [out + each.reshape(out.shape) for out, each in zip(outs, added, strict=True)]
 
     def parts_of(
         self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
     ) -> Projected:
         """Multiply by column-parallel matrices, for a kernel that adds up parts of the sums."""
-        return project_parts(x, tuple(map(self._column, names)), products)
+        return project_parts(x, tuple(map(self.column, names)), products)
 
     def _in(
         self,
@@ -77,8 +88,13 @@ class Part(nnx.Module):
         context: Context,
         dtype: DTypeLike | None = None,
     ) -> Float[Array, "*leaves tokens out"]:
-        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes."""
-        return row_product(x, self._row(name), context.products, context.parallel, dtype)
+        """Multiply by a row-parallel matrix, stored `[*inputs, out]`, or in blocks of codes.
+
+        With what adapters add.
+        """
+        out = row_product(x, self.row(name), context.products, context.parallel, dtype)
+        added = added_in(self, x, name, context.slot, out.dtype)
+        return out if added is None else out + added
 
     def _added(
         self,
@@ -94,7 +110,7 @@ class Part(nnx.Module):
 
     def has_codes(self, name: str) -> bool:
         """Whether a row-parallel matrix multiplies codes."""
-        matrix = self._row(name)
+        matrix = self.row(name)
         return matrix.scale is not None and not is_packed(matrix.values)
 
     def _codes_into(self, name: str) -> CodeKind | None:
@@ -102,16 +118,18 @@ class Part(nnx.Module):
 
         None: it multiplies numbers, or shares scales among other inputs than kernels do.
         """
-        matrix = self._row(name)
+        matrix = self.row(name)
         if not self.has_codes(name) or block_of(matrix) != BLOCK:
             return None
         return CodeKind(matrix.inputs)
 
-    def _column(self, name: str) -> Matrix:
+    def column(self, name: str) -> Matrix:
+        """Return a column-parallel matrix as its products take it."""
         values = getattr(self, name)[...]
         return self._matrix(name, values.reshape(-1, values.shape[-1]), values.ndim)
 
-    def _row(self, name: str) -> Matrix:
+    def row(self, name: str) -> Matrix:
+        """Return a row-parallel matrix as its products take it."""
         values = getattr(self, name)[...]
         kept = 2 if hasattr(self, f"{name}{SCALE}") else 1
         return self._matrix(name, values.reshape(-1, *values.shape[-kept:]), 2)

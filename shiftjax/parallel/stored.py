@@ -105,8 +105,8 @@ def _in_whole_blocks(weight: Weight) -> Weight:
 def stored_weights(layout: Layout, formats: Formats) -> tuple[Weight, ...]:
     """Every weight of the layout's model as devices store it, in the order of the model's.
 
-    With the scales of a KV cache of codes, and the factors of adapters. Raises ConfigError for four bits that the checkpoint has
-    not, and where a shard would cut a group of them, or a block.
+    With the scales of a KV cache of codes, and the factors of adapters. Raises ConfigError for four
+    bits that the checkpoint has not, and where a shard would cut a group of them, or a block.
     """
     stored: list[Weight] = []
     for plain in plain_weights(layout, formats):

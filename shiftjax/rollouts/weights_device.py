@@ -5,30 +5,24 @@ or a view of it that `GroupMemory` makes anew, so an array that changes has chan
 Weights change one by one: beside all of them there are at most two copies of one.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from shiftjax.arch.weights import Weight, weights_of
 from shiftjax.device.groups import Placed
-from shiftjax.device.joined import Joiner, joined_shape, put_member
-from shiftjax.device.mesh import joined_mesh, stored_sharding
 from shiftjax.device.place import (
     HostWeights,
-    Values,
     aligned_zeros,
-    load_rows,
-    parts_of,
     place_arrays,
-    place_weight,
     read_rows,
     rows_values,
 )
-from shiftjax.parallel.stored import codes_in, plain_weights
+from shiftjax.device.stages import Stage
+from shiftjax.parallel.stored import codes_in
 from shiftjax.rollouts.given_device import (
     Array,
     Pairs,
@@ -49,108 +43,6 @@ class Copy(NamedTuple):
     shards: dict[str, np.ndarray]
 
 
-class Stage:
-    """The groups that hold the same weights: those of a deployment, or of one of its stages."""
-
-    def __init__(self, groups: Sequence[Placed]):
-        self.groups = groups
-        narrowest = min(placed.group.width for placed in groups)
-        self._units = [placed for placed in groups if placed.group.width == narrowest]
-        first = self._units[0].step
-        self.weights, self.layout = first.weights, first.layout
-        self.mesh: Mesh = joined_mesh([placed.step.mesh for placed in self._units])
-        self.model = first.weights.model
-        own = {weight.name: weight for weight in weights_of(self.layout.model)}
-        self.plains = [
-            (plain, own[plain.name])
-            for plain in plain_weights(self.layout, self.model.formats)
-            if plain.tied_to is None
-        ]
-        self._places = {
-            weight.name: (nth, number)
-            for nth, members in enumerate(self.weights.arrays)
-            for number, weight in enumerate(members)
-        }
-        self._pending: Joiner | None = None  # of weights that come where there are none
-        self._missing: set[str] = set()
-
-    @property
-    def is_held(self) -> bool:
-        """Whether its devices hold weights."""
-        return bool(self.groups[0].memory.given)
-
-    def place(self, plain: Weight, values: Values, rows: Any) -> Iterator[tuple[Weight, jax.Array]]:
-        """Yield what is stored of a plain weight, on all units."""
-        parts = parts_of(plain, self.model)
-        placed, _ = place_weight(plain, parts, self.model, self.layout, self.mesh, values, rows)
-        yield from zip(parts, placed, strict=True)
-
-    def put(self, weight: Weight, array: jax.Array) -> None:
-        """Have an array of all units in the place of a stored weight."""
-        if not self.is_held:
-            self._put_aside(weight, array)
-            return
-        nth, number = self._places[weight.name]
-        members = self.weights.arrays[nth]
-        if len(members) > 1:
-            whole = self._on_units(nth)
-            for placed in self.groups:
-                placed.memory.let_go(nth)
-            array = put_member(whole, array, members, number)
-        for placed in self.groups:
-            placed.memory.take(nth, array)
-
-    def _put_aside(self, weight: Weight, array: jax.Array) -> None:
-        if self._pending is None:
-            self._pending = Joiner(self.weights.arrays)
-            self._missing = {weight.name for weight in self.model.declared}
-            for each in self.model.declared:
-                if each.tied_to is not None:
-                    self._pending.put(each.name, None)
-                    self._missing.discard(each.name)
-        self._pending.put(weight.name, array)
-        self._missing.discard(weight.name)
-
-    def finish(self) -> None:
-        """Let steps see what has been put, if all of it is there."""
-        if self._pending is not None and not self._missing:
-            arrays, self._pending = self._pending.arrays(), None
-            self.hold(arrays)
-        if self.is_held:
-            for placed in self.groups:
-                placed.memory.view()
-            jax.block_until_ready([placed.memory.given for placed in self.groups])
-
-    def load(self, rows: HostWeights) -> None:
-        """Take all weights out of a copy on the host."""
-        how = self.model, self.layout, self.mesh, rows, lambda *_: None, self.weights.arrays
-        self.hold(load_rows(*how))
-
-    def forget(self) -> None:
-        """Let go of all weights."""
-        self._pending = None
-        for placed in self.groups:
-            placed.memory.drop_weights()
-
-    def hold(self, arrays: Sequence[jax.Array | None]) -> None:
-        """Take all weights, on all units."""
-        for placed in self.groups:
-            placed.memory.hold(arrays)
-
-    def arrays(self) -> Iterator[jax.Array | None]:
-        """Yield the weights on all units, as `hold` takes them."""
-        for nth, array in enumerate(self.groups[0].memory.given):
-            yield None if array is None else self._on_units(nth)
-
-    def _on_units(self, nth: int) -> jax.Array:
-        members = self.weights.arrays[nth]
-        sharding = stored_sharding(members[0], self.layout, self.mesh)
-        held = (placed.memory.given[nth] for placed in self._units)
-        shards = [s.data for array in held if array is not None for s in array.addressable_shards]
-        shape = joined_shape(members)
-        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
-
-
 class DeviceStore:
     """The weights and pools of groups, by phase: of one, or of two that have the devices in turn.
 
@@ -168,6 +60,7 @@ class DeviceStore:
         self._copies: list[list[Copy | None]] = []  # of these; none where `rows` has them
         self._without_pools: list[Stage] = []
         self._is_mixed = False  # an update has ended in the middle
+        self.watchers: list[Callable[[], None]] = []  # told when all that devices held is lost
 
     @property
     def is_whole(self) -> bool:
@@ -218,6 +111,8 @@ class DeviceStore:
         """Let go of the weights for good."""
         for stage in self._stages:
             stage.forget()
+        for told in self.watchers:
+            told()
 
     def restore(self) -> None:
         """Bring back what `to_host` has kept."""

@@ -1,0 +1,37 @@
+"""Room for adapters in a model, and what they are not had with. No JAX."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shiftjax.arch.config import LoraSlots, ModelConfig
+from shiftjax.arch.lora import adapted
+from shiftjax.config import EngineConfig
+from shiftjax.options import ConfigError
+
+
+def with_adapters(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model with the slots that the settings ask for.
+
+    Raises ConfigError for what adapters cannot be had with, each by its name.
+    """
+    lora = config.lora
+    if not lora.num_slots:
+        return model
+    problems = list(_problems(config, model))
+    if problems:
+        raise ConfigError([f"enable_lora cannot be had with {problem}" for problem in problems])
+    return replace(model, lora=LoraSlots(lora.num_slots, lora.max_lora_rank))
+
+
+def _problems(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    parallel, numerics = config.parallel, config.model.numerics
+    if model.encoder is not None or not adapted(model):
+        yield f"{model.name}: it has no matrices that adapters may change"
+    if numerics in ("invariant", "integer"):
+        yield f"numerics = {numerics}: what adapters add is not proven to have the same bits"
+    if parallel.gathers:
+        yield "weights = gather: factors would be gathered, too; use alias"
+    if parallel.phases is not None:
+        yield f"phases = {parallel.phases}: each phase would load them anew"
+    if config.host.is_one_of_several:
+        yield f"hosts = {config.host.hosts}: other machines are not told of adapters"
