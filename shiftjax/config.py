@@ -512,6 +512,18 @@ def _adapters_are_enabled(
     return None
 
 
+def _adapters_have_one_start(
+    enable_lora: bool, phases: str | None, hosts: int | None
+) -> str | None:
+    if not enable_lora:
+        return None
+    if phases is not None:
+        return f"enable_lora cannot be had with phases = {phases}: each would load adapters anew"
+    if hosts != 1:
+        return f"enable_lora cannot be had with hosts = {hosts}: others are not told of adapters"
+    return None
+
+
 def _fleet_has_its_own_degrees(
     fleet: bool, dp: int, sp: int | None, weights: str, shift_weights: str | None
 ) -> str | None:

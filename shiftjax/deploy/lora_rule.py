@@ -31,7 +31,3 @@ def _problems(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
         yield f"numerics = {numerics}: what adapters add is not proven to have the same bits"
     if parallel.gathers:
         yield "weights = gather: factors would be gathered, too; use alias"
-    if parallel.phases is not None:
-        yield f"phases = {parallel.phases}: each phase would load them anew"
-    if config.host.is_one_of_several:
-        yield f"hosts = {config.host.hosts}: other machines are not told of adapters"
