@@ -512,18 +512,6 @@ def _adapters_are_enabled(
     return None
 
 
-def _adapters_have_one_start(
-    enable_lora: bool, phases: str | None, hosts: int | None
-) -> str | None:
-    if not enable_lora:
-        return None
-    if phases is not None:
-        return f"enable_lora cannot be had with phases = {phases}: each would load adapters anew"
-    if hosts != 1:
-        return f"enable_lora cannot be had with hosts = {hosts}: others are not told of adapters"
-    return None
-
-
 def _fleet_has_its_own_degrees(
     fleet: bool, dp: int, sp: int | None, weights: str, shift_weights: str | None
 ) -> str | None:
@@ -726,6 +714,14 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "speculation": ("none", "it is for throughput, and drafts are for latency"),
         },
     ),
+    "enable_lora": (
+        False,
+        {
+            "phases": (None, "each would load adapters anew"),
+            "hosts": (1, "other machines are not told of adapters"),
+            "weights": ("alias", "factors would be gathered, too"),
+        },
+    ),
 }
 
 
@@ -768,6 +764,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _hosts_are_complete,
     _hosts_share_the_devices,
     _phases_fill_the_devices,
+    _adapters_are_enabled,
     _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,

@@ -24,10 +24,8 @@ def with_adapters(config: EngineConfig, model: ModelConfig) -> ModelConfig:
 
 
 def _problems(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
-    parallel, numerics = config.parallel, config.model.numerics
+    numerics = config.model.numerics
     if model.encoder is not None or not adapted(model):
         yield f"{model.name}: it has no matrices that adapters may change"
     if numerics in ("invariant", "integer"):
         yield f"numerics = {numerics}: what adapters add is not proven to have the same bits"
-    if parallel.gathers:
-        yield "weights = gather: factors would be gathered, too; use alias"

@@ -95,7 +95,7 @@ def test_each_request_has_its_adapter_under_random_modes(sp, tp, overrides, opti
     counter.stop()
     stats = built.engine.stats()
     assert counter.count == 0
-    assert stats.num_prefix_hit_tokens > 0
+    assert stats.num_prefix_hit_tokens > 0 or options.get("kv_split")  # whose blocks are large
     if options.get("num_blocks"):
         assert max(stats.num_preemptions.values()) > 0
     if built.deployment.lora.num_slots < len(SEEDS):
@@ -181,11 +181,12 @@ def test_adapters_beside_codes(quantization):
     greedy = [GREEDY] * len(wanted)
     alone = run(plain.engine, [prompt for prompt, _ in wanted], greedy)
     assert said(built, wanted) == [tokens(alone[i, 0]) for i in range(len(wanted))]
-    with_one = said(built, [(prompt, 1) for prompt, _ in wanted])
-    wide = right([(prompt, 1) for prompt, _ in wanted], **CODED)
+    firsts = [(prompt, 1) for prompt in crowd(6, 24)]
+    got = [words[0] for words in said(built, firsts)]
+    wide = [words[0] for words in right(firsts, **CODED)]
+    bare = [expected(tuple(prompt), None, **CODED)[0] for prompt, _ in firsts]
     # codes of three bits change some tokens; what the adapter does is seen in most
-    same = [np.mean(np.equal(one, other)) for one, other in zip(with_one, wide, strict=True)]
-    assert np.mean(same) > 0.5
+    assert np.mean(np.equal(got, wide)) > 0.6 and np.mean(np.equal(got, bare)) < 0.3
 
 
 @pytest.mark.costs(10)
@@ -343,5 +344,5 @@ def test_adapters_stay_when_weights_sleep_and_are_brought_again_when_they_were_d
 )
 def test_what_adapters_are_not_had_with_is_refused_by_name(options, words):
     directory, *_ = checkpoint(**FEW)
-    with pytest.raises(ConfigError, match=f"enable_lora cannot be had with {words}"):
+    with pytest.raises(ConfigError, match=f"enable_lora.* cannot be had with {words}"):
         build_tiny(directory, **({"sp": 2, "tp": 2} | lora((1,), **FEW) | options))
