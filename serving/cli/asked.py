@@ -14,7 +14,9 @@ from serving.run.flags import read_settings
 from serving.run.model_config import model_of
 from shiftjax.config import SERVER_BUDGETS, SETTINGS, EngineConfig, budget_holds_the_decodes
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.deploy.lora_rule import with_adapters
 from shiftjax.draft_options import DraftOptions
+from shiftjax.lora_options import NO_LORA
 from shiftjax.options import ConfigError, from_text, problem_with, settings_of
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.settings import load_plugins_of
@@ -53,18 +55,34 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}
-        return Asked(with_kernels(target_from(named), arguments.kernels), settings, [], fleet)
+        asked = with_slots(target_from(named), arguments)
+        return Asked(with_kernels(asked, arguments.kernels), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
+    if arguments.loras is not None or arguments.lora_rank is not None:
+        raise ConfigError(["--loras and --lora-rank: the --config says them, as enable_lora"])
     if config.host.is_one_of_several:
         target["hosts"] = arguments.hosts or config.host.hosts
     model = model_of(config.model.model.removeprefix("random:"), hub_of(config.model))
-    asked = target_of(config, model, **target)
+    asked = target_of(config, with_adapters(config, model), **target)
     asked = with_kernels(asked, arguments.kernels)
     own = deploy_config(asked, with_costs(config, asked))
     if drafts and not own.drafts.copies:
         raise ConfigError(["--acceptance needs speculation in --config"])
     settings = {name: getattr(own, name) for name in SHARED}
     return Asked(asked, settings, [own], _fleet_options(arguments, config))
+
+
+def with_slots(target: Target, arguments: argparse.Namespace) -> Target:
+    """Return a target whose model has room for the adapters of the flags. Raises ConfigError."""
+    num, rank = arguments.loras, arguments.lora_rank
+    if num is None:
+        if rank is not None:
+            raise ConfigError(["--lora-rank is for --loras"])
+        return target
+    values = {"max_loras": num, "max_lora_rank": rank or NO_LORA.max_lora_rank}
+    _check(values)
+    config = EngineConfig.from_options(enable_lora=True, **values)
+    return replace(target, model=with_adapters(config, target.model))
 
 
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:

@@ -8,6 +8,7 @@ from typing import Any
 from serving.run.flags import add_fleet_flags, add_model_word
 from shiftjax.config import SERVER_BUDGETS, SETTINGS
 from shiftjax.costs.machine_files import engine_names, machine_names
+from shiftjax.lora_options import NO_LORA
 
 Add = Callable[[Any, str, str | None, str], argparse.ArgumentParser]
 PERCENTILES = (50, 90, 99)
@@ -124,6 +125,10 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kv-cache-dtype", help="default: that of --dtype, or bfloat16")
     parser.add_argument("--block-size", type=int, help="of the KV cache, default 16")
+    text = "adapters (LoRA) that devices hold at once; every step is taken to have some"
+    parser.add_argument("--loras", type=int, metavar="N", help=text)
+    text = f"largest rank of an adapter, default {NO_LORA.max_lora_rank}"
+    parser.add_argument("--lora-rank", type=int, metavar="RANK", help=text)
     for name, default in SERVER_BUDGETS.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=int, help=f"of a replica, default {default}")

@@ -19,6 +19,7 @@ from shiftjax.costs.layer_launches import PLAIN as PLAIN_LAUNCHES
 from shiftjax.costs.layer_launches import Widths, moved_bytes
 from shiftjax.costs.leaf_part import row_product
 from shiftjax.costs.levels import collective_seconds
+from shiftjax.costs.lora_part import lora_products
 from shiftjax.costs.machine import EngineOverhead
 from shiftjax.costs.switch_sums import switch_sums
 from shiftjax.parallel.blocks import block_of_width
@@ -105,6 +106,8 @@ class LayerCosts:
             part = expert_part(self.kernels, self.engine, *of_experts)
         own = mode, num_tokens // mode.sp, parts, part, queries
         products, num_products = self._layer_products(*own)
+        added, num_added = lora_products(self.kernels, layout, *own[:3])
+        products, num_products = products + added, num_products + num_added
         moves = parts_collectives(self.layout, mode, num_tokens, parts, self.carried, used)
         moves, switched = self.switch.split(mode, num_tokens, parts, moves)
         engine, own = self.engine, (formats.dense, num_tokens // mode.sp)

@@ -59,6 +59,8 @@ def settings_of_deployment(deployment: Deployment) -> dict[str, Any]:
     if (experts := experts_setting(deployment)) is not None:
         values["experts"] = experts
     values["host_memory"] = str(deployment.host_bytes)
+    if (slots := deployment.layout.model.lora) is not None:
+        values |= {"enable_lora": True, "max_loras": slots.num, "max_lora_rank": slots.rank}
     if POLICIES[deployment.policy].has_threshold and (deployment.sp > 1 or is_fleet):
         values["shift_threshold"] = deployment.threshold
     return {name: value for name, value in values.items() if name in SETTINGS}

@@ -99,7 +99,9 @@ class Case(NamedTuple):
 
     @property
     def bucket(self) -> Bucket:
-        """A prefill step in BASE, a decode step in SHIFT."""
+        """A prefill step in BASE, a decode step in SHIFT; with adapters where there is room."""
+        if self.model is not None and self.model.lora is not None:
+            return self._replace(model=None).bucket._replace(has_adapters=True)
         prefill = PREFILL._replace(tokens=self.num_tokens)
         decode = DECODE._replace(tokens=self.num_decodes, rows=self.num_decodes)
         return prefill if self.mode.sp == self.sp > 1 else decode

@@ -1,0 +1,44 @@
+"""Seconds of what adapters add to a layer's products, in steps in which some token has one. No JAX.
+
+Every slot is multiplied, whichever adapters a step has (`models/lora.py`). Launches are as compiled
+steps of Llama-70B have them (`tests/compile/test_lora_steps.py`).
+"""
+
+import math
+
+from shiftjax.arch.config import LayerParts
+from shiftjax.arch.lora import A, factors_of
+from shiftjax.arch.weights import weights_of
+from shiftjax.costs.kernel_costs import KernelCosts, Product
+from shiftjax.parallel.grid import Mode
+from shiftjax.parallel.layout import Layout
+
+FEW_TOKENS = 64  # up to which contractions of factors `a` are cut, which is a launch more for each
+
+
+def lora_products(
+    kernels: KernelCosts, layout: Layout, mode: Mode, rows: int, parts: LayerParts
+) -> tuple[float, int]:
+    """(seconds, kernels) of a layer with so many tokens on the device; none without slots."""
+    slots = layout.model.lora
+    if slots is None:
+        return 0.0, 0
+    name = f"layers.{layout.model.parts.index(parts)}."
+    own = (weight for weight in weights_of(layout.model) if weight.name.startswith(name))
+    seconds, num_kernels, added = 0.0, 0, 0
+    for factor in map(layout.stored, factors_of(own, slots)):
+        sizes = zip(factor.axes, factor.shape, strict=True)
+        numbers = math.prod(layout.local_size(axis, size, mode) for axis, size in sizes)
+        width, is_a = slots.num * slots.rank, factor.name.endswith(A)
+        if is_a and factor.axes[0] is None:
+            width *= factor.shape[1]  # of all that read one input
+        other = numbers // width
+        seconds += kernels.plain(Product(rows, *((other, width) if is_a else (width, other))))
+        num_kernels += 1
+        if is_a:  # zeros for other slots
+            num_kernels += 1 + (rows <= FEW_TOKENS)
+        elif factor.axes[0] is not None:
+            added += other
+            num_kernels += ".attention." in factor.name
+    moved = 3 * rows * added * kernels.formats.activation_bytes
+    return seconds + kernels.moved(moved), num_kernels
