@@ -501,9 +501,11 @@ def _adapters_are_enabled(
     max_loras: int | None,
     max_cpu_loras: int | None,
     lora_folder: str | None,
+    lora_experts: bool,
 ) -> str | None:
     given = {"lora_modules": lora_modules, "max_loras": max_loras}
     given |= {"max_cpu_loras": max_cpu_loras, "lora_folder": lora_folder}
+    given["lora_experts"] = lora_experts or None
     set_ones = [name for name, value in given.items() if value is not None]
     if set_ones and not enable_lora:
         return f"{set_ones[0]} has no meaning without enable_lora: set it, too"

@@ -76,6 +76,11 @@ class LoraOptions:
         low=1,
         high=1 << 20,
     )
+    lora_experts: bool = option(
+        False,
+        "adapters may change experts, too: factors of all of them are held, and steps with "
+        "adapters multiply experts in XLA's loops",
+    )
     lora_folder: str | None = option(
         None, "folder from which clients with the control key may load adapters; default: none"
     )

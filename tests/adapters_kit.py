@@ -21,59 +21,60 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 
 
 @cache
-def adapter(
-    seed: int, rank: int = 4, targets: tuple[str, ...] = ALL, **overrides
-) -> tuple[Path, dict]:
+def adapter(seed: int, rank: int = 4, experts: bool = False, **overrides) -> tuple[Path, dict]:
     """A random adapter of the model of `checkpoint(**overrides)`: its directory, and its tensors.
 
-    So large that it changes what a model says.
+    So large that it changes what a model says; of all matrices, those of `experts` only if so.
     """
     *_, tensors = checkpoint(**overrides)
     directory = Path(tempfile.mkdtemp(prefix="shiftjax-test-"))
     rng, factors = np.random.default_rng(seed), {}
     for name, matrix in tensors.items():
         module, _, kind = name.rpartition(".")
-        if kind != "weight" or module.rpartition(".")[2] not in targets or ".experts." in name:
+        is_of_expert = ".experts." in name
+        if kind != "weight" or module.rpartition(".")[2] not in ALL or is_of_expert > experts:
             continue
         outputs, inputs = matrix.shape
         size = np.std(matrix) * np.sqrt(inputs / rank)
         for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
             values = rng.standard_normal(shape) * (size if part == "B" else inputs**-0.5)
             factors[f"base_model.model.{module}.lora_{part}.weight"] = values.astype(np.float32)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*targets]}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [*ALL]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
     save_file(factors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     return directory, factors
 
 
-def merged(seed: int | None, rank: int = 4, targets: tuple[str, ...] = ALL, **overrides) -> dict:
+def merged(seed: int | None, **overrides) -> dict:
     """The tensors of the model with an adapter in its weights; None: of the model alone."""
+    own = {name: overrides.pop(name) for name in ("rank", "experts") if name in overrides}
     *_, tensors = checkpoint(**overrides)
     if seed is None:
         return tensors
-    _, factors = adapter(seed, rank, targets, **overrides)
+    _, factors = adapter(seed, **own, **overrides)
     found = dict(tensors)
     for name, b in factors.items():
         if ".lora_B." in name:
             a = factors[name.replace(".lora_B.", ".lora_A.")].astype(np.float64)
-            own = name.removeprefix("base_model.model.").replace(".lora_B.", ".")
-            found[own] = (tensors[own] + 2 * b.astype(np.float64) @ a).astype(np.float32)
+            target = name.removeprefix("base_model.model.").replace(".lora_B.", ".")
+            found[target] = (tensors[target] + 2 * b.astype(np.float64) @ a).astype(np.float32)
     return found
 
 
 @cache
 def expected(
-    prompt: tuple[int, ...], seed: int | None, num: int = NUM_TOKENS, rank: int = 4, **overrides
+    prompt: tuple[int, ...], seed: int | None, num: int = NUM_TOKENS, **overrides
 ) -> list[int]:
     """Greedy tokens of a prompt with an adapter, by the oracle on merged weights."""
-    _, config, _ = checkpoint(**overrides)
-    tensors = merged(seed, rank, **overrides)
+    tensors = merged(seed, **overrides)
+    own = {name: value for name, value in overrides.items() if name not in ("rank", "experts")}
+    _, config, _ = checkpoint(**own)
     return numpy_llama.greedy(config, tensors, list(prompt), num)
 
 
-def modules(*seeds: int, rank: int = 4, **overrides) -> str:
+def modules(*seeds: int, **overrides) -> str:
     """The setting `lora_modules` of adapters that are named by their seeds."""
-    return ",".join(f"a{seed}={adapter(seed, rank, **overrides)[0]}" for seed in seeds)
+    return ",".join(f"a{seed}={adapter(seed, **overrides)[0]}" for seed in seeds)
 
 
 def pool_of(built: Built) -> AdapterPool:

@@ -63,7 +63,8 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
     if config.host.is_one_of_several:
         target["hosts"] = arguments.hosts or config.host.hosts
     model = model_of(config.model.model.removeprefix("random:"), hub_of(config.model))
-    asked = target_of(config, with_adapters(config, model), **target)
+    asked = target_of(config, model, **target)
+    asked = replace(asked, model=with_adapters(config, asked.model))
     asked = with_kernels(asked, arguments.kernels)
     own = deploy_config(asked, with_costs(config, asked))
     if drafts and not own.drafts.copies:

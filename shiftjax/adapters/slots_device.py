@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shiftjax.adapters.adapter import Adapter, Factor
-from shiftjax.arch.lora import A, Adapted, adapted, read_together
+from shiftjax.arch.lora import A, Adapted, matrices_of, read_together
 from shiftjax.arch.weights import Weight
 from shiftjax.device.groups import Placed
 from shiftjax.device.mesh import replicated_spec
@@ -55,10 +55,10 @@ class _Factors:
         self._stage = stage
         arrays = enumerate(stage.weights.arrays)
         self._members = {nth: m for nth, m in arrays if m[0].kind == "factor"}
-        self._matrices = {each.weight.name: each for each in adapted(stage.layout.model).values()}
+        self._matrices = {each.weight.name: each for each in matrices_of(stage.layout.model)}
         slots = stage.layout.model.lora
         assert slots is not None
-        self.num_slots, self._rank = slots
+        self.num_slots, self._rank = slots.num, slots.rank
         self._writes: Writes | None = None
 
     def place(self, adapter: Adapter) -> list[jax.Array]:
@@ -71,8 +71,10 @@ class _Factors:
 
     def _slot_axis(self, weight: Weight) -> int:
         """Return which dimension of a factor counts slots."""
-        is_split = self._matrices_of(weight).transposed == weight.name.endswith(A)
-        return len(weight.shape) - 2 if is_split else 0
+        own, is_a = self._matrices_of(weight), weight.name.endswith(A)
+        if own.split == "experts":
+            return 1 if is_a else 2
+        return len(weight.shape) - 2 if own.transposed == is_a else 0
 
     def _matrices_of(self, weight: Weight) -> Weight:
         return self._matrices[weight.name[: -len(A)]].weight
@@ -101,6 +103,11 @@ class _Factors:
         def source(weight: Weight) -> np.ndarray:
             name, is_a = weight.name[: -len(A)], weight.name.endswith(A)
             own, factor = found(name)
+            if own.is_of_experts:
+                names = map(own.weight.of_expert, range(own.weight.shape[0]))
+                each = (adapter.factors.get(one.source) or _nothing(own) for one in names)
+                padded = (_padded(f.a.T if is_a else f.b, self._rank) for f in each)
+                return np.stack([one.T if is_a else one for one in padded])
             if own.weight.transposed or not is_a:
                 factor = factor or _nothing(own)
                 padded = _padded(factor.a.T if is_a else factor.b, self._rank)

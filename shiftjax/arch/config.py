@@ -193,6 +193,7 @@ class LoraSlots(NamedTuple):
 
     num: int
     rank: int
+    of_experts: bool = False  # whether they may change experts, too
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from shiftjax.costs.kernel_costs import KernelCosts, Product
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
 
+OF_CODES = 7  # launches that make numbers of codes for factors, and of numbers codes for `down`
 FEW_TOKENS = 64  # up to which contractions of factors `a` are cut, which is a launch more for each
 
 
@@ -25,7 +26,8 @@ def lora_products(
         return 0.0, 0
     name = f"layers.{layout.model.parts.index(parts)}."
     own = (weight for weight in weights_of(layout.model) if weight.name.startswith(name))
-    seconds, num_kernels, added = 0.0, 0, 0
+    seconds, added = 0.0, 0
+    num_kernels = OF_CODES if kernels.formats.has_codes_of_inputs else 0
     for factor in map(layout.stored, factors_of(own, slots)):
         sizes = zip(factor.axes, factor.shape, strict=True)
         numbers = math.prod(layout.local_size(axis, size, mode) for axis, size in sizes)

@@ -20,12 +20,15 @@ def with_adapters(config: EngineConfig, model: ModelConfig) -> ModelConfig:
     problems = list(_problems(config, model))
     if problems:
         raise ConfigError([f"enable_lora cannot be had with {problem}" for problem in problems])
-    return replace(model, lora=LoraSlots(lora.num_slots, lora.max_lora_rank))
+    slots = LoraSlots(lora.num_slots, lora.max_lora_rank, lora.lora_experts)
+    return replace(model, lora=slots)
 
 
 def _problems(config: EngineConfig, model: ModelConfig) -> Iterator[str]:
     numerics = config.model.numerics
     if model.encoder is not None or not adapted(model):
         yield f"{model.name}: it has no matrices that adapters may change"
+    if config.lora.lora_experts and model.experts is None:
+        yield f"lora_experts: {model.name} has no experts"
     if numerics in ("invariant", "integer"):
         yield f"numerics = {numerics}: what adapters add is not proven to have the same bits"

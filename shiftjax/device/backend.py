@@ -129,7 +129,7 @@ class DeviceBackend:
 
     def _adapters(self, deployment: Deployment, groups: Sequence[Placed]) -> AdapterPool | None:
         """Return the adapters of a deployment, the first in its slots. Raises AdapterError."""
-        lora, model = deployment.lora, self._source.config
+        lora, model = deployment.lora, deployment.layout.model
         if not lora.num_slots:
             return None
         dtype = FORMATS[deployment.formats.activations].dtype

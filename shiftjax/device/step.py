@@ -310,7 +310,8 @@ class StepDef:
         counted = [] if self.counts else None
         context = context._replace(token_ids=ids, counted=counted)
         if inputs.adapters is not None:
-            context = context._replace(slot=parallel.local_tokens(inputs.adapters))
+            own = parallel.local_tokens(inputs.adapters)
+            context = context._replace(slot=own, all_slots=inputs.adapters)
         context = context._replace(products=self.products, norms=self.norms, whole_ropes=whole)
         x = parallel.from_stage_before(*given) if given else model.embed_tokens(ids, parallel)
         norms = self.weights.whole_arrays(params, SUMMED_NORMS)

@@ -18,7 +18,9 @@ from shiftjax.arch.config import Activation, Experts
 from shiftjax.costs.expert_load import room_to_exchange
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import ExpertBackend
+from shiftjax.models.expert_lora import Adapted
 from shiftjax.models.stream import Addend
+from shiftjax.models.tiles import tile_loop
 
 LEAST_SUM = 1e-20  # that sigmoids of a token's experts are divided by
 
@@ -97,6 +99,7 @@ class ExpertLayer(NamedTuple):
     # What makes of tokens what experts read, and what the router reads.
     enter: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = lambda x: (x, x)
     scales: Float[Array, " experts"] | None = None  # of the weights of a token's experts
+    adapted: Adapted | None = None  # with the slots of all tokens of the step
 
     @property
     def num_own(self) -> int:
@@ -117,8 +120,15 @@ class ExpertLayer(NamedTuple):
         routed: Routed,
         gains: Float[Array, "tokens k"],
         num_tokens: int,
+        slot: Int[Array, " tokens"] | None = None,
     ) -> Float[Array, "tokens k hidden"]:
-        """Return what own pairs' experts give, times their gains, in a step of so many tokens."""
+        """Return what own pairs' experts give, times their gains, in a step of so many tokens.
+
+        `slot` is that of each of these tokens, where adapters change experts.
+        """
+        if self.adapted is not None and slot is not None:
+            own = self.adapted._replace(slot=slot)
+            return tile_loop(x, self.weights, routed, gains, self.activation, own)
         mean_pairs = num_tokens * self.experts.per_token / self.experts.num
         return self.backend.multiply(x, self.weights, routed, gains, self.activation, mean_pairs)
 
@@ -182,7 +192,8 @@ def _gather(
     routed = sort_pairs(jnp.where(is_own, own, layer.num_own), layer.num_own)
     if parallel.deals > 1:
         routed, is_own = deal(routed, is_own.shape, parallel.deals, parallel.deal_place)
-    parts = layer.multiply(x, routed, gains, x.shape[0]).astype(jnp.float32)
+    slot = None if layer.adapted is None else layer.adapted.slot[index]
+    parts = layer.multiply(x, routed, gains, x.shape[0], slot).astype(jnp.float32)
     parts = jnp.where(is_own[..., None], parts, 0)
     if parallel.numerics.is_strict:
         return parallel.sum_pairs(parts), routed.sizes
@@ -255,12 +266,23 @@ def _exchange(
         own, gains = _times(own, gains), jnp.ones_like(gains)
     rows = jnp.broadcast_to(own[:, None], (num, k, own.shape[1]))
     send = jnp.zeros((*shape, own.shape[1]), x.dtype).at[at].set(rows, mode="drop")
-    nobody = jnp.full(shape, layer.num_own, jnp.int32)
-    expert = nobody.at[at].set(sent.expert % layer.num_own, mode="drop")
+    own_expert, nobody, adapted, slot = (
+        sent.expert % layer.num_own,
+        layer.num_own,
+        layer.adapted,
+        None,
+    )
+    if adapted is not None:  # the slot goes along
+        of_tokens = parallel.own_part(parallel.local_tokens(adapted.slot))
+        own_expert = adapted.in_one(own_expert, of_tokens[:, None])
+        nobody = adapted.in_one(nobody, -1)
+    expert = jnp.full(shape, nobody, jnp.int32).at[at].set(own_expert, mode="drop")
     got, expert = (parallel.exchange(each).reshape(-1, *each.shape[2:]) for each in (send, expert))
+    if adapted is not None:
+        expert, slot = adapted.apart(expert)
     routed = sort_pairs(expert[:, None], layer.num_own)
     ones = jnp.ones((got.shape[0], 1), jnp.float32)
-    parts = layer.multiply(got, routed, ones, x.shape[0] * parallel.mode.sp)
+    parts = layer.multiply(got, routed, ones, x.shape[0] * parallel.mode.sp, slot)
     back = parallel.exchange(parts.reshape(send.shape))
     parts = back.at[at].get(mode="fill", fill_value=0).astype(jnp.float32)
     is_sent = (sent.device < shape[0])[..., None]

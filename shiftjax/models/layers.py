@@ -57,7 +57,9 @@ class Context(NamedTuple):
     products: Products = XLA_PRODUCTS  # with matrices that are no experts'
     norms: NormBackend = XLA_NORMS  # of the stream
     sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's
-    slot: Int[Array, " tokens"] | None = None  # of adapters, `models/lora.py`; None: no token's
+    # The slot of each token's adapter, of this device's and of all; None: no token has one.
+    slot: Int[Array, " tokens"] | None = None
+    all_slots: Int[Array, " all_tokens"] | None = None
     # Of all tokens, where a kernel takes heads to attention that were exchanged; else `ropes`.
     whole_ropes: tuple[Rope, ...] = ()
 

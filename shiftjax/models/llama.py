@@ -394,7 +394,7 @@ def _traced_once(context: Context) -> RunLayer:
         (ropes, whole), metadata, sums, slot = of_step
         counted = None if context.counted is None else []
         own = context._replace(ropes=ropes, whole_ropes=whole, metadata=metadata, sums=sums)
-        own = own._replace(place=place, counted=counted, slot=slot)
+        own = own._replace(place=place, counted=counted, slot=slot[0], all_slots=slot[1])
         return *nnx.merge(graphdef, params)(stream, pool, own, given), counted
 
     def run(
@@ -407,7 +407,8 @@ def _traced_once(context: Context) -> RunLayer:
     ) -> tuple[Stream, LayerPool]:
         sums = None if context.sums is None else context.sums.of_layer(index)
         ropes = context.ropes, context.whole_ropes
-        of_step = ropes, context.metadata.of_group(cached.group), sums, context.slot
+        slots = context.slot, context.all_slots
+        of_step = ropes, context.metadata.of_group(cached.group), sums, slots
         stream, pool, counted = call(*nnx.split(layer), stream, pool, cached.place, given, of_step)
         if context.counted is not None:
             context.counted.extend(counted or ())

@@ -39,7 +39,7 @@ def added_out(
     num, _, rank, inputs = a.shape
     plain = _numbers(x, part.column(names[0]))
     middle = jnp.einsum("ti,ci->tc", plain, a.reshape(-1, inputs))
-    middle = _of_slot(middle.reshape(-1, num, len(together) * rank), slot)
+    middle = of_slot(middle.reshape(-1, num, len(together) * rank), slot)
     middle = middle.reshape(-1, num, len(together), rank)
     added = []
     for name in names:
@@ -61,12 +61,12 @@ def added_in(
     a, b = getattr(part, f"{name}{A}")[...], getattr(part, f"{name}{B}")[...]
     num, rank, outputs = b.shape
     middle = jnp.einsum("ti,ic->tc", _numbers(x, part.row(name)), a.reshape(-1, num * rank))
-    middle = _of_slot(middle.reshape(-1, num, rank), slot).reshape(-1, num * rank)
+    middle = of_slot(middle.reshape(-1, num, rank), slot).reshape(-1, num * rank)
     b = b.reshape(-1, outputs)
     return jnp.einsum("tc,co->to", middle, b, preferred_element_type=jnp.dtype(dtype))
 
 
-def _of_slot(
+def of_slot(
     middle: Float[Array, "tokens slots rank"], slot: Int[Array, " tokens"]
 ) -> Float[Array, "tokens slots rank"]:
     """Return zeros for slots that are not a token's, whatever those hold."""

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.lora import B
+from shiftjax.arch.lora import A, B
+from shiftjax.models.expert_lora import Adapted
 from shiftjax.models.experts import ExpertLayer, ExpertWeights, expert_layer
 from shiftjax.models.layers import Context
 from shiftjax.models.part import Params, Part
@@ -69,6 +70,13 @@ class OwnExperts(Part):
         stored = (getattr(self, name, None) for name in ExpertWeights._fields)
         return ExpertWeights(*(None if one is None else one[...] for one in stored))
 
+    def adapted(self, slots: Int[Array, " all_tokens"] | None) -> Adapted | None:
+        """Return what adapters change of experts; None: nothing, or no token has one."""
+        if slots is None or not hasattr(self, f"gate{A}"):
+            return None
+        names = (f"{name}{which}" for name in ("gate", "up", "down") for which in (A, B))
+        return Adapted(slots, *(getattr(self, name)[...] for name in names))
+
 
 class MoE(Part):
     """The feed-forward part of experts, of which every token uses few; see `models/experts.py`."""
@@ -110,7 +118,8 @@ class MoE(Part):
         own = self.config.experts, self.router[...], self.experts.weights
         step = num_tokens, context.parallel, context.experts, self.config.activation
         beside = self._of_router("router_bias"), self._of_router("router_correction")
-        return ExpertLayer(*own, *step, *beside)
+        layer = ExpertLayer(*own, *step, *beside)
+        return layer._replace(adapted=self.experts.adapted(context.all_slots))
 
     def _of_router(self, name: str) -> Float[Array, " experts"] | None:
         param = getattr(self, name, None)

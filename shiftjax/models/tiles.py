@@ -4,12 +4,16 @@
 GPUs.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.grouped_work import ExpertWeights, Routed, divide_rows
 from shiftjax.arch.config import Activation
+from shiftjax.models.expert_lora import Adapted
 from shiftjax.models.four_bits import is_packed
 from shiftjax.models.products import Matrix, gate_with, project_out
 
@@ -22,10 +26,12 @@ def tile_loop(
     routed: Routed,
     gains: Float[Array, "tokens k"],
     activation: Activation = "silu",
+    adapted: Adapted | None = None,
 ) -> Float[Array, "tokens k hidden"]:
     """Return every own pair's gated MLP times its gain; other pairs are unspecified.
 
     A loop over tiles of rows, each of one expert: as many as there are, known in the step alone.
+    `adapted` is what adapters change of experts.
     """
     k, num_pairs, flat_gains = gains.shape[1], gains.size, gains.reshape(-1)
     tiles = divide_rows(routed.sizes, num_pairs, TILE_ROWS)
@@ -34,7 +40,11 @@ def tile_loop(
         nth = jnp.arange(TILE_ROWS)
         is_own = nth < tiles.rows[tile]
         pair = routed.row[jnp.where(is_own, tiles.first[tile] + nth, 0)]
-        part = _gated_mlp(x[pair // k], weights, tiles.expert[tile], activation)
+        token, expert = pair // k, tiles.expert[tile]
+        more = None
+        if adapted is not None:
+            more = functools.partial(adapted.added, expert=expert, slot=adapted.slot[token])
+        part = _gated_mlp(x[token], weights, expert, activation, more)
         part = part * flat_gains[pair][:, None]
         return out.at[jnp.where(is_own, pair, num_pairs)].set(part.astype(x.dtype), mode="drop")
 
@@ -47,8 +57,12 @@ def _gated_mlp(
     weights: ExpertWeights,
     expert: Int[Array, ""],
     activation: Activation,
+    more: Callable[..., jax.Array] | None,
 ) -> Float[Array, "rows hidden"]:
-    """One expert's down(silu(gate x) * up x), float32, with its biases and activation."""
+    """One expert's down(silu(gate x) * up x), float32, with its biases and activation.
+
+    `more` is added to the product of an input with the matrix of a name.
+    """
 
     def multiply(x: jax.Array, name: str) -> jax.Array:
         values = getattr(weights, name)[expert]
@@ -57,6 +71,7 @@ def _gated_mlp(
         if is_packed(values):  # `[groups, out]` to `[out, groups]`, as of a column-parallel matrix
             scale, zero = (None if each is None else each.T for each in (scale, zero))
         out = project_out(x, Matrix(values, scale, zero=zero))
+        out = out if more is None else out + more(x, name)
         bias = getattr(weights, f"{name}_bias")
         return out if bias is None else out + bias[expert][None]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import tempfile
 import threading
 from pathlib import Path
@@ -128,6 +129,23 @@ def test_what_is_sampled_is_what_a_merged_model_samples(tmp_path):
                 np.testing.assert_allclose(mine, want, atol=2e-4)
 
 
+@pytest.mark.costs(20)
+@pytest.mark.parametrize(
+    ("sp", "tp", "experts"), [(2, 2, {}), *thorough((4, 2, {"num_experts_per_tok": 1}))]
+)
+def test_adapters_change_experts(sp, tp, experts):
+    """Where pairs are gathered, and where they are sent to their experts."""
+    overrides = MOE | {"num_hidden_layers": 2} | experts
+    directory, *_ = checkpoint(**overrides)
+    settings = lora((1, 2, 3), experts=True, **overrides) | {"lora_experts": True, "max_loras": 2}
+    built = make(directory, sp, tp, **settings)
+    built.engine.policy = RandomPolicy(2)
+    wanted = [(prompt, (None, 1, 2, 3)[i % 4]) for i, prompt in enumerate(crowd(9, 8))]
+    assert said(built, wanted) == right(wanted, experts=True, **overrides)
+    plain = right(wanted, **overrides)
+    assert right(wanted, experts=True, **overrides) != plain
+
+
 @pytest.mark.costs(15)
 @pytest.mark.thorough
 def test_a_request_that_moves_between_widths_keeps_its_adapter():
@@ -198,6 +216,20 @@ def test_steps_with_adapters_have_the_collectives_of_those_without():
     for mode in runner.step.layout.modes:
         plain, adapted = (collectives(found[has].steps[mode].as_text()) for has in (False, True))
         assert plain == adapted and plain
+
+
+@pytest.mark.costs(10)
+def test_a_step_without_adapters_costs_nothing():
+    """It is the program that an engine without room for adapters has."""
+    directory, *_ = checkpoint(**FEW)
+    with_room, without = make(directory, 2, 2, **lora((1,), **FEW)), make(directory, 2, 2)
+    (roomy,), (plain,) = with_room.runners, without.runners
+    (program,) = plain.programs
+    (same,) = (each for each in roomy.programs if not each.bucket.has_adapters)
+    for mode, step in program.steps.items():
+        texts = (each.as_text().partition("\n")[2] for each in (step, same.steps[mode]))
+        one, other = (re.sub(r"metadata={[^}]*}", "", text) for text in texts)
+        assert one == other
 
 
 @pytest.mark.costs(10)
