@@ -1,6 +1,10 @@
 """Reads low-rank adapters as PEFT writes them: `adapter_config.json`, `adapter_model.safetensors`.
 
 What would change the result in another way than b (a x) does is refused by its name.
+
+Experts may have factors of their own, each a module, or those of a layer together, as PEFT has them
+for parameters that hold all experts (`target_parameters`): a `[experts * rank, in]`, b `[out, rank *
+experts]`. One of the two modules is inside the other then, and shapes say which is which.
 """
 
 import math
@@ -14,7 +18,7 @@ import numpy as np
 
 from shiftjax.adapters.adapter import Adapter, AdapterError, Factor
 from shiftjax.arch.config import ModelConfig
-from shiftjax.arch.lora import Adapted, adapted
+from shiftjax.arch.lora import Adapted, adapted, matrices_of
 from shiftjax.options import shown
 from shiftjax.weights.errors import CheckpointError
 from shiftjax.weights.hf_names import Place, places_of
@@ -24,7 +28,10 @@ from shiftjax.weights.typed_fields import read_json
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # Fields that change no number of what is served, or that are read here.
-_READ = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+_READ = (
+    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    "target_parameters",
+)
 _HARMLESS = (
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
     *("peft_version", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config"),
@@ -34,7 +41,9 @@ _HARMLESS = (
 )
 _MERGE = "merge it into the checkpoint"
 _NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
-_PLAIN = re.compile(r"\^?(?:[\w.-]|\\\.)+\$?")  # a pattern without repetition
+_PLAIN = re.compile(r"\^?(?:\.\*)?(?:[\w.-]|\\\.)+\$?")  # a pattern that is quickly tried
+_STACK = re.compile(r".*\blayers\.(\d+)\.(?:\w+\.)*experts(?:\.base_layer)?")
+_PARAMETERS = "gate_up_proj", "down_proj"  # that hold all experts
 _MOST_PATTERNS = 10_000
 
 
@@ -84,16 +93,18 @@ def _read(name: str, path: Path, model: ModelConfig, dtype: np.dtype, max_rank: 
     digest, factors = blake2b(digest_size=8), dict[str, Factor]()
     digest.update(repr(scales).encode())
     for module, (of_a, of_b) in sorted(_pairs(name, header).items()):
-        rank = header[of_a].shape[0] if header[of_a].shape else 0
-        if rank > max_rank:
-            words = f"rank {rank} is more than max_lora_rank = {max_rank}"
-            raise AdapterError(f"{name}: {module}: {words}: start with a larger one.")
+        rank = header[of_a].shape[0]
+        if _STACK.fullmatch(module) is None:
+            _check_rank(name, module, rank, max_rank)
         a, b = (read_range(each, header[each], ()) for each in (of_a, of_b))
         for each, values in ((of_a, a), (of_b, b)):
             if not np.isfinite(values.astype(np.float32)).all():
                 raise AdapterError(f"{name}: tensor {each} has values that are not finite.")
             digest.update(f"{each} {values.dtype} {values.shape}".encode())
             digest.update(np.ascontiguousarray(values).view(np.uint8).data)
+        if (layer := _STACK.fullmatch(module)) is not None:
+            factors |= _of_experts(name, int(layer[1]), (a, b), model, scales, (dtype, max_rank))
+            continue
         scaled = b.astype(np.float32) * np.float32(scales.of(module, rank))
         parts = list(_parts(name, module, header[of_b], model))
         for ours, place, own in parts:
@@ -117,6 +128,12 @@ def _scales_of(config: dict[str, Any], where: str) -> _Scales:
     for field, value in config.items():
         if field not in (*_READ, *_HARMLESS, "bias") and value:
             raise AdapterError(f"{where}: {shown(field)} is not served: {_MERGE}.")
+    parameters = config.get("target_parameters") or []
+    for each in parameters if isinstance(parameters, list) else [parameters]:
+        if not isinstance(each, str) or each.rpartition(".")[2] not in _PARAMETERS:
+            raise AdapterError(
+                f"{where}: target_parameters: {shown(each)} is not served: {_MERGE}."
+            )
     rank: Any = config.get("r", 8)
     alpha: Any = config.get("lora_alpha", 8)
     if type(rank) is not int or rank < 1:
@@ -169,6 +186,53 @@ def _parts(
         if ours not in known:
             raise AdapterError(f"{name}: {module}: {_why_not(ours, model)}.")
         yield ours, places[ours], known[ours]
+
+
+def _of_experts(
+    name: str,
+    layer: int,
+    both: tuple[np.ndarray, np.ndarray],
+    model: ModelConfig,
+    scales: _Scales,
+    limits: tuple[np.dtype, int],
+) -> Iterator[tuple[str, Factor]]:
+    """Yield the factors of a layer's experts, out of those of a parameter that holds all."""
+    (a, b), (dtype, max_rank) = both, limits
+    where, experts = f"{name}: experts of layer {layer}", model.experts
+    if experts is None or model.lora is None or not model.lora.of_experts:
+        raise AdapterError(f"{where}: {_why_not('.experts.', model)}.")
+    stacks = {each.weight.name: each.weight for each in matrices_of(model) if each.is_of_experts}
+    own = {
+        part: stacks.get(f"layers.{layer}.mlp.experts.{part}") for part in ("gate", "up", "down")
+    }
+    gate, up, down = own.values()
+    if gate is None or up is None or down is None:
+        raise AdapterError(f"{where}: {model.name} has none there.")
+    width, hidden = gate.shape[1:]
+    sizes = {(hidden, 2 * width): (gate, up), (width, hidden): (down,)}
+    weights = sizes.get((a.shape[1], b.shape[0]))
+    if weights is None or a.shape[0] % experts.num or a.shape[0] != b.shape[1]:
+        words = f"found factors of {a.shape} and {b.shape}, which are of no parameter"
+        raise AdapterError(f"{where}: {words} of {experts.num} experts.")
+    rank = a.shape[0] // experts.num
+    _check_rank(name, f"experts of layer {layer}", rank, max_rank)
+    parameter = _PARAMETERS[len(weights) == 1]
+    scale = np.float32(scales.of(f"layers.{layer}.mlp.experts.{parameter}", rank))
+    scaled = (b.astype(np.float32) * scale).reshape(b.shape[0], rank, experts.num)
+    takes_turns = model.architecture == "gpt_oss"
+    for nth, weight in enumerate(weights):
+        rows = slice(nth, None, len(weights)) if takes_turns else slice(nth * width, None)
+        mine = scaled[rows][: weight.shape[1]]
+        for expert in range(experts.num):
+            own_a = np.ascontiguousarray(a[expert * rank : (expert + 1) * rank])
+            own_b = np.ascontiguousarray(mine[:, :, expert])
+            yield weight.of_expert(expert).source, Factor(own_a.astype(dtype), own_b.astype(dtype))
+
+
+def _check_rank(name: str, module: str, rank: int, max_rank: int) -> None:
+    if rank > max_rank:
+        words = f"rank {rank} is more than max_lora_rank = {max_rank}"
+        raise AdapterError(f"{name}: {module}: {words}: start with a larger one.")
 
 
 def _why_not(ours: str, model: ModelConfig) -> str:

@@ -81,10 +81,15 @@ def make(name: str, number: int) -> None:
             break
         model = adapted.unload()
     else:
-        raise SystemExit(f"{name}: every adapter gives near-ties")
+        print(f"{name}: every adapter gives near-ties; nothing is written")
+        return
     folder = OUT / name
     adapted.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config |= {"base_model_name_or_path": name, "target_modules": sorted(config["target_modules"])}
+    text = json.dumps(config, indent=1, sort_keys=True)
+    (folder / "adapter_config.json").write_text(text + "\n")
     data = {}
     for i, (tokens, logprobs, _) in enumerate(found):
         data |= {f"greedy_{i}": tokens, f"logprobs_{i}": logprobs, f"plain_{i}": plain[i]}
