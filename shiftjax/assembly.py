@@ -15,6 +15,7 @@ from shiftjax.core.admission import Admission
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.notes import Notes
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
@@ -66,6 +67,7 @@ class Started(NamedTuple):
     mover: Mover | None = None  # of sequences, between the groups of a fleet
     exchange: Exchange | None = None  # of the devices, between two deployments
     routing: RoutingHistory | None = None  # of the model's experts, as devices count it
+    notes: Notes | None = None  # of tokens, as their steps tell them; None: nothing is kept
 
 
 class Backend(Protocol):
@@ -96,10 +98,11 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing = backend.start(deployments)
+    groups, mover, exchange, routing, notes = backend.start(deployments)
     first = groups[0]
     memory = HostMemory(first.deployment.host_bytes)
-    lanes = [_make_lanes(each, memory, is_phase=exchange is not None) for each in groups]
+    shared = memory, notes
+    lanes = [_make_lanes(each, *shared, is_phase=exchange is not None) for each in groups]
     topology: Topology | None = None
     if exchange is not None:
         by_phase = dict(zip(PHASES, lanes, strict=True))
@@ -123,7 +126,9 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
     )
 
 
-def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[Lane]:
+def _make_lanes(
+    groups: Groups, memory: HostMemory, notes: Notes | None, *, is_phase: bool
+) -> list[Lane]:
     """A lane for every group; those of a fleet share their blocks, all of them host memory.
 
     A lane has a policy of its own where the engine has lanes of several deployments or widths.
@@ -147,7 +152,7 @@ def _make_lanes(groups: Groups, memory: HostMemory, *, is_phase: bool) -> list[L
             admission = groups.admission()
         seams = speculation, blocks.get(group), host, admission
         sizes = None if is_phase else _sizes(groups, group.width)
-        scheduler = Scheduler(of_width.budgets, *seams, sizes)
+        scheduler = Scheduler(of_width.budgets, *seams, sizes, notes)
         own = policy if has_own else None
         modes = groups.modes[group.width]
         lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))

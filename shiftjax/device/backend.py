@@ -45,6 +45,7 @@ from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.phases.pipeline_device import PipelineRunner
 from shiftjax.phases.resharding import PHASES, Phase
 from shiftjax.rollouts.weights_device import DeviceStore
+from shiftjax.routing.chosen import notes_of
 from shiftjax.routing.history import history_of
 from shiftjax.weights.source import TensorSource
 
@@ -117,7 +118,8 @@ class DeviceBackend:
         if self._hosts is not None:
             self._hosts.least("to have started", ())
         started = [_groups(compiled, runners, self._hosts)]
-        return Started(started, mover=mover, routing=routing)
+        notes = notes_of(self.deployments)
+        return Started(started, mover=mover, routing=routing, notes=notes)
 
     def place(self, deployment: Deployment) -> list[Placed]:
         """Return the groups of a deployment with their weights."""
@@ -154,7 +156,8 @@ class DeviceBackend:
         self.deployments = [compiled[phase].deployment for phase in PHASES]
         self.store = DeviceStore([placed[phase] for phase in PHASES], rows)
         started = [groups[phase] for phase in PHASES]
-        return Started(started, exchange=exchange, routing=routing)
+        notes = notes_of(self.deployments)
+        return Started(started, exchange=exchange, routing=routing, notes=notes)
 
     def _try_kernels(self) -> TryKernels | None:
         how, devices, progress = self._check, own_devices(self.devices), self._progress

@@ -96,10 +96,10 @@ class MoE(Part):
         context: Context,
         shared: Float[Array, "tokens hidden"] | None = None,
     ) -> Addend:
-        """Return what experts make of tokens; who counts pairs is given them."""
-        out, pairs = expert_layer(x, layer, shared)
+        """Return what experts make of tokens; who counts is given what to count."""
+        out, counted = expert_layer(x, layer, shared)
         if context.counted is not None:
-            context.counted.append(pairs)
+            context.counted.append(counted)
         return out
 
     def _layer(self, context: Context) -> ExpertLayer:
@@ -108,7 +108,7 @@ class MoE(Part):
         own = self.config.experts, self.router[...], self.experts.weights
         step = num_tokens, context.parallel, context.experts, self.config.activation
         beside = self._of_router("router_bias"), self._of_router("router_correction")
-        return ExpertLayer(*own, *step, *beside)
+        return ExpertLayer(*own, *step, *beside, tells=context.tells)
 
     def _of_router(self, name: str) -> Float[Array, " experts"] | None:
         param = getattr(self, name, None)
