@@ -35,7 +35,7 @@ def wants_experts(wish: Wish, num_prompt: int, limits: RequestLimits) -> bool:
 
 
 def told_experts(fields: GenerationFields, news: Delta | CompletionOutput) -> dict[str, Any]:
-    """The `routed_experts` of a choice, in the text form of a `.npy` file; nothing if not asked for.
+    """The `routed_experts` of a choice, the bytes of a `.npy` file in base64; nothing: not asked.
 
     `[tokens, layers, k]` from the first token on that the request names, to the last but one.
     """

@@ -1,4 +1,4 @@
-"""What is kept of tokens beside their KV, for as long as their KV is of use: the seam for it. No JAX.
+"""What is kept of tokens beside their KV, as long as that is of use: the seam for it. No JAX.
 
 Steps may tell something of every token that they compute (`StepOutput.notes`), and a request may
 want to be told of all of its own (`Request.wants_notes`). What a prefix cache has of such a request

@@ -1,4 +1,4 @@
-"""Which experts each token of a sequence chose: kept while it runs, and with cached prefixes. No JAX.
+"""Which experts each token of a sequence chose, kept for it and for cached prefixes. No JAX.
 
     steps tell     [tokens of the plan, layers, k]     in the order of the plan
     a sequence     [tokens from 0 on, layers, k]       each token once, when it was computed first
@@ -7,7 +7,7 @@
 A token that is computed again, after a preemption, keeps the experts that the next token was
 sampled by. A prefix is known by the hash that finds its KV, whichever group has computed it; of as
 many tokens as all pools hold, the last used ones are kept. A request that wants to know its experts
-takes from prefix caches only what they are known of, and computes the rest: nothing is ever missing.
+takes from prefix caches what they are known of, and computes the rest, so that none is missing.
 """
 
 from collections import OrderedDict

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, UInt
 
 from shiftjax.models.experts import Counted
 from shiftjax.routing.chosen import type_of
@@ -18,7 +18,7 @@ from shiftjax.routing.chosen import type_of
 
 def chosen_of_step(
     counted: Sequence[Counted], num_experts: int
-) -> Int[Array, "tokens_own layers k"]:
+) -> UInt[Array, "tokens_own layers k"]:
     """Return the experts of this device's tokens in every layer that has some, in `shard_map`."""
     chosen = [each.chosen for each in counted if each.chosen is not None]
     return jnp.stack(chosen, axis=1).astype(type_of(num_experts))

@@ -1,53 +1,21 @@
-"""What is kept of the experts that tokens chose: each token's own, whatever steps and caches do.
-
-Echo runners tell of each token its number and its place, in place of experts.
-"""
+"""What is kept of the experts that tokens chose: each token's own, whatever steps and caches do."""
 
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from chosen_kit import let_tell
 from echo_kit import VOCAB_SIZE, Listener, make_engine, make_request, run_to_end, runner_of
 from fleet_kit import make_fleet, random_arrangement
 from guesses_kit import Guesses, let_draft
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import validate_request
-from shiftjax.core.request import RequestError, StepPlan
-from shiftjax.device.pack import _token_ids
+from shiftjax.core.request import RequestError
 from shiftjax.fleet.fleet_policy import Wish
 from shiftjax.fleet.regrouping import Fleet
-from shiftjax.routing.chosen import Chosen, ChosenOf, type_of
-
-SHAPE = 1, 2  # layers, experts of a token
-
-
-def told_of(plan: StepPlan, previous: np.ndarray) -> np.ndarray:
-    """The number and the place of every token of a plan."""
-    ids = [each if each >= 0 else previous[-1 - each] for each in _token_ids(plan)]
-    places = [item.start + nth for item in plan.scheduled for nth in range(item.num_tokens)]
-    return np.array([ids, places]).T.astype(np.uint8)[:, None]
-
-
-def let_tell(engine: Engine, size: int = 4, most: int = 1 << 20) -> Chosen:
-    """Have all runners of an engine tell, and keep it."""
-    chosen = Chosen(size, most, SHAPE, 256)
-    engine.limits = replace(engine.limits, keeps_notes=True)
-    for lane in engine.lanes:
-        lane.scheduler.notes = lane.scheduler.tables.notes = chosen
-        lane.runner.run = _telling(lane.runner.run)
-    return chosen
-
-
-def _telling(run):
-    def run_and_tell(plan, mode, previous_handle):
-        output = run(plan, mode, previous_handle)
-        previous = np.zeros(0) if previous_handle is None else previous_handle.token_ids
-        told = told_of(plan, previous) if plan.scheduled else None
-        return output if isinstance(output, Exception) else output._replace(notes=told)
-
-    return run_and_tell
+from shiftjax.routing.chosen import ChosenOf, type_of
 
 
 def serve(engine: Engine, requests, at: dict | None = None, most: int = 3000) -> Listener:
@@ -70,7 +38,7 @@ def serve(engine: Engine, requests, at: dict | None = None, most: int = 3000) ->
             assert told is None
             continue
         texts = [*request.prompt_token_ids, *outcome.token_ids]
-        expected = np.array([texts, range(len(texts))], np.uint8).T[:-1, None]
+        expected = np.array([texts, range(len(texts))], np.uint16).T[:-1, None]
         np.testing.assert_array_equal(told, expected)
     return listener
 

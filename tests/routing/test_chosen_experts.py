@@ -1,11 +1,18 @@
 """Which experts tokens chose, told to who asks: those of an oracle, in every way of serving."""
 
+import re
+from dataclasses import replace
+
+import jax
 import numpy as np
 import pytest
-from engines import MOE, RandomPolicy, build_tiny, checkpoint, make
+from engines import MOE, RandomPolicy, build_tiny, checkpoint
 from oracle import numpy_experts, numpy_llama
 
-from shiftjax.core.request import Event, Request, SamplingParams
+from shiftjax.config import EngineConfig
+from shiftjax.core.notes import Notes
+from shiftjax.core.request import Request, SamplingParams
+from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError
 
 LENGTHS = 7, 12, 60, 3, 33, 1
@@ -87,12 +94,90 @@ WAYS = {
 }
 
 
+COLLECTIVE = re.compile(r" (?:all-|reduce-scatter|collective-)[a-z-]*\(")
+
+
 @pytest.mark.costs(30)
+def test_experts_are_those_of_the_oracle_in_every_mode(monkeypatch):
+    """Of chunks and whole prompts, with prefix hits and after preemptions, in modes at random."""
+    directory = checkpoint(**DEEP)
+    built = build_tiny(directory[0], routed_experts=True, sp=2, tp=2, num_blocks=33)
+    assert {mode.label for mode in built.engine.lanes[0].modes} == {"base", "shift"}
+    for seed in range(3):
+        built.engine.policy = RandomPolicy(seed)
+        answers = asked(built, prompts(seed), replace(GREEDY, max_tokens=30), prefix=f"s{seed}x")
+        check(directory, answers, monkeypatch)
+        again = prompts(seed)[4]  # what is before the last token is found in the cache
+        for last in (0, 1):
+            answers = asked(built, [[*again, last]], prefix=f"s{seed}a{last}x")
+            check(directory, answers, monkeypatch)
+    stats = built.engine.stats()
+    assert min(stats.steps_by_mode.values()) > 2
+    assert stats.num_prefix_hit_tokens > 40
+    assert sum(stats.num_preemptions.values()) > 0
+    twins = asked(built, prompts(5)[2:3], replace(GREEDY, n=3), prefix="n")
+    check(directory, twins, monkeypatch)
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("way", WAYS)
 def test_experts_are_those_of_the_oracle(way, monkeypatch):
     directory = checkpoint(**DEEP)
     built = build_tiny(directory[0], routed_experts=True, **WAYS[way])
     for seed in range(2):
         built.engine.policy = RandomPolicy(seed)
-        answers = asked(built, prompts(seed), prefix=f"s{seed}x")
-        check(directory, answers, monkeypatch)
+        given = prompts(seed)
+        if way == "drafts":
+            given = [3 * each[:8] for each in given]
+        check(directory, asked(built, given, prefix=f"s{seed}x"), monkeypatch)
+    stats = built.engine.stats()
+    if way == "fleet":
+        steps = stats.steps
+        assert min(steps["shift", 1], steps["base", 2] + steps["shift", 2]) > 0, steps
+    if way == "drafts":
+        (counts,) = stats.find(DraftStats).by_drafter.values()
+        assert min(counts.values()) > 0, counts
+
+
+@pytest.mark.thorough
+def test_modes_with_the_same_bits_tell_the_same_experts():
+    """Strict numerics gather tokens always, and tell of all in every mode."""
+    directory, *_ = checkpoint(**DEEP)
+    found = []
+    for options in ({"sp": 1, "tp": 1}, {"sp": 4, "tp": 1}):
+        built = build_tiny(
+            directory, routed_experts=True, numerics="invariant", dtype="bfloat16", **options
+        )
+        built.engine.policy = RandomPolicy(1)
+        found.append(asked(built, prompts()))
+    for key, (text, told) in found[0].items():
+        assert found[1][key][0] == text
+        np.testing.assert_array_equal(found[1][key][1], told)
+
+
+def test_steps_tell_nothing_by_default_and_exchange_no_more_if_they_do():
+    directory, *_ = checkpoint(**DEEP)
+    plain, telling = (build_tiny(directory, sp=2, tp=2, routed_experts=on) for on in (False, True))
+    assert not plain.deployment.routed_experts
+    assert not plain.engine.limits.keeps_notes
+    assert type(plain.engine.lanes[0].scheduler.notes) is Notes
+    for one, other in zip(plain.runners[0].programs, telling.runners[0].programs, strict=True):
+        for mode, step in one.steps.items():
+            texts = step.as_text(), other.steps[mode].as_text()
+            assert [len(COLLECTIVE.findall(text)) for text in texts] == [
+                len(COLLECTIVE.findall(texts[0]))
+            ] * 2
+            outputs = [
+                len(jax.tree.leaves(each.output_shardings)) for each in (step, other.steps[mode])
+            ]
+            assert outputs[1] == outputs[0] + 1
+
+
+def test_experts_are_refused_by_name():
+    dense, *_ = checkpoint()
+    with pytest.raises(ConfigError, match=r"routed_experts cannot be had with .* no experts"):
+        build_tiny(dense, sp=1, tp=1, routed_experts=True)
+    with pytest.raises(ConfigError, match="hosts = 2 cannot be had with routed_experts = True"):
+        EngineConfig.from_options(
+            hosts=2, coordinator="a:1", routed_experts=True, host_secret_file="x"
+        )

@@ -65,12 +65,16 @@ class TokenIdsWriter:
         logprobs = None
         if self._handle.request.sampling.logprobs is not None:
             logprobs = {"content": [_logprob(each) for each in news.logprobs or ()]}
-        return {
-            "index": news.index,
-            "token_ids": news.token_ids,
-            "logprobs": logprobs,
-            "finish_reason": news.finish_reason,
-        } | weight_version(news) | told_experts(self._generation.wish.fields, news)
+        return (
+            {
+                "index": news.index,
+                "token_ids": news.token_ids,
+                "logprobs": logprobs,
+                "finish_reason": news.finish_reason,
+            }
+            | weight_version(news)
+            | told_experts(self._generation.wish.fields, news)
+        )
 
 
 def _logprob(entry: TokenLogprobs) -> Json:
