@@ -62,8 +62,8 @@ class ChosenOf:
 
     def of(self, start: int, end: int) -> np.ndarray | None:
         """Return the experts of tokens `[start, end)`; None: not all are known."""
-        is_known = self._rows is not None and self.first <= start <= end <= self.end
-        return self._rows[start:end] if is_known else None
+        is_known = self.first <= start <= end <= self.end
+        return None if self._rows is None or not is_known else self._rows[start:end]
 
 
 class Chosen(Notes):

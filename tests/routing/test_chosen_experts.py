@@ -2,16 +2,19 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from engines import MOE, RandomPolicy, build_tiny, checkpoint
+from engines import MOE, RandomPolicy, build_tiny, checkpoint, make
+from lean import greedy_steps
 from oracle import numpy_experts, numpy_llama
 
+from shiftjax import LLM
 from shiftjax.config import EngineConfig
 from shiftjax.core.notes import Notes
-from shiftjax.core.request import Request, SamplingParams
+from shiftjax.core.request import Request, RequestError, SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.options import ConfigError
 
@@ -135,7 +138,9 @@ def test_experts_are_those_of_the_oracle(way, monkeypatch):
         steps = stats.steps
         assert min(steps["shift", 1], steps["base", 2] + steps["shift", 2]) > 0, steps
     if way == "drafts":
-        (counts,) = stats.find(DraftStats).by_drafter.values()
+        drafts = stats.find(DraftStats)
+        assert drafts is not None
+        (counts,) = drafts.by_drafter.values()
         assert min(counts.values()) > 0, counts
 
 
@@ -144,10 +149,9 @@ def test_modes_with_the_same_bits_tell_the_same_experts():
     """Strict numerics gather tokens always, and tell of all in every mode."""
     directory, *_ = checkpoint(**DEEP)
     found = []
-    for options in ({"sp": 1, "tp": 1}, {"sp": 4, "tp": 1}):
-        built = build_tiny(
-            directory, routed_experts=True, numerics="invariant", dtype="bfloat16", **options
-        )
+    for sp in (1, 4):
+        strict: dict[str, Any] = {"numerics": "invariant", "dtype": "bfloat16"}
+        built = make(directory, sp, 1, routed_experts=True, **strict)
         built.engine.policy = RandomPolicy(1)
         found.append(asked(built, prompts()))
     for key, (text, told) in found[0].items():
@@ -163,14 +167,35 @@ def test_steps_tell_nothing_by_default_and_exchange_no_more_if_they_do():
     assert type(plain.engine.lanes[0].scheduler.notes) is Notes
     for one, other in zip(plain.runners[0].programs, telling.runners[0].programs, strict=True):
         for mode, step in one.steps.items():
-            texts = step.as_text(), other.steps[mode].as_text()
-            assert [len(COLLECTIVE.findall(text)) for text in texts] == [
-                len(COLLECTIVE.findall(texts[0]))
-            ] * 2
+            texts = [str(each.as_text()) for each in (step, other.steps[mode])]
+            assert len({len(COLLECTIVE.findall(text)) for text in texts}) == 1
             outputs = [
                 len(jax.tree.leaves(each.output_shardings)) for each in (step, other.steps[mode])
             ]
             assert outputs[1] == outputs[0] + 1
+
+
+@pytest.mark.costs(15)
+def test_outputs_of_the_python_api_have_them(monkeypatch):
+    directory = checkpoint(**DEEP)
+    sizes = {"max_model_len": 128, "num_blocks": 200, "max_num_seqs": 6, "token_buckets": [32]}
+    with greedy_steps():
+        llm = LLM(
+            str(directory[0]),
+            **{"sp": 2, "tp": 2, "dtype": "float32", "block_size": 4, "cache_dir": "none"},
+            **{"routed_experts": True, "max_num_batched_tokens": 32, **sizes},
+        )
+    given = prompts()[:3]
+    found = {}
+    for number, output in enumerate(llm.generate(given, GREEDY, return_routed_experts=True)):
+        (one,) = output.outputs
+        found[number, 0] = [*given[number], *one.token_ids], one.routed_experts
+    check(directory, found, monkeypatch)
+    assert llm.generate(given, GREEDY)[0].outputs[0].routed_experts is None
+    llm.engine.limits = replace(llm.engine.limits, keeps_notes=False)
+    with pytest.raises(RequestError, match="--enable-return-routed-experts"):
+        llm.generate(given, GREEDY, return_routed_experts=True)
+    llm.close()
 
 
 def test_experts_are_refused_by_name():
