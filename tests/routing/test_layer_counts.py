@@ -45,12 +45,14 @@ HF = {"model_type": "qwen3_moe", "norm_topk_prob": True}
 
 @cache
 def case(routing: str) -> tuple[np.ndarray, ...]:
-    """Tokens, router and experts; `one`: all tokens prefer the twelfth expert."""
+    """Tokens, router and experts; `one`: all tokens prefer the twelfth, `most`: the first do."""
     rng = np.random.default_rng(5)
     sizes = (TOKENS, HIDDEN), (NUM, HIDDEN), *[(NUM, WIDTH, HIDDEN)] * 2, (NUM, HIDDEN, WIDTH)
     x, router, *experts = (rng.standard_normal(size).astype(np.float32) for size in sizes)
     x[:, 0] = 1
-    if routing == "one":
+    if routing == "most":
+        x[TOKENS // 2 + 3 :, 0] = 0
+    if routing != "random":
         router[:, 0] = np.where(np.arange(NUM) == 11, 60, 0)
     return x, router, *experts
 
@@ -128,10 +130,10 @@ def test_counts_are_those_of_a_recount_in_every_mode(sp, tp, use, routing, k):
 
 @pytest.mark.costs(15)
 @pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("routing", ["random", "one"])
+@pytest.mark.parametrize("routing", ["random", "most"])
 @pytest.mark.parametrize(("sp", "tp", "use"), USES)
 def test_experts_are_told_of_all_tokens_in_their_order(sp, tp, use, routing, k):
-    """Where pairs are exchanged, devices tell of parts; `one` has no room there, and gathers."""
+    """Where pairs are exchanged, devices tell of parts; `most` has no room there: they gather."""
     told = np.asarray(compiled(sp, tp, use, k, tells=True)(*case(routing), np.int32(REAL)))
     assert told.dtype == np.uint8
     np.testing.assert_array_equal(told[:REAL], np.stack([chosen(routing, k)] * 2, axis=1))
