@@ -18,6 +18,7 @@ from shiftjax.core.admission import Admission
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
+from shiftjax.core.notes import Notes
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
@@ -70,6 +71,7 @@ class Started(NamedTuple):
     exchange: Exchange | None = None  # of the devices, between two deployments
     routing: RoutingHistory | None = None  # of the model's experts, as devices count it
     adapters: AdapterPool | None = None
+    notes: Notes | None = None  # of tokens, as their steps tell them; None: nothing is kept
 
 
 class Backend(Protocol):
@@ -100,11 +102,11 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing, adapters = backend.start(deployments)
+    groups, mover, exchange, routing, adapters, notes = backend.start(deployments)
     first = groups[0]
     memory = HostMemory(first.deployment.host_bytes)
-    how = {"is_phase": exchange is not None, "adapters": adapters}
-    lanes = [_make_lanes(each, memory, **how) for each in groups]
+    shared = memory, notes, adapters
+    lanes = [_make_lanes(each, *shared, is_phase=exchange is not None) for each in groups]
     topology: Topology | None = None
     if exchange is not None:
         by_phase = dict(zip(PHASES, lanes, strict=True))
@@ -139,7 +141,12 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
 
 def _make_lanes(
-    groups: Groups, memory: HostMemory, *, is_phase: bool, adapters: AdapterPool | None
+    groups: Groups,
+    memory: HostMemory,
+    notes: Notes | None,
+    adapters: AdapterPool | None,
+    *,
+    is_phase: bool,
 ) -> list[Lane]:
     """A lane for every group; those of a fleet share their blocks, all of them host memory.
 
@@ -166,7 +173,7 @@ def _make_lanes(
             admission = groups.admission()
         seams = speculation, blocks.get(group), host, admission
         sizes = None if is_phase else _sizes(groups, group.width)
-        scheduler = Scheduler(of_width.budgets, *seams, sizes)
+        scheduler = Scheduler(of_width.budgets, *seams, sizes, notes)
         own = policy if has_own else None
         modes = groups.modes[group.width]
         lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))

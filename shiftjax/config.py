@@ -127,6 +127,11 @@ class ModelOptions:
         "log-probabilities of the model, or of what tokens are drawn from: after penalties, masks, "
         "temperature, min_p, top_k and top_p",
     )
+    routed_experts: bool = option(
+        False,
+        "answers tell which experts each token chose, to requests that ask for it",
+        flags=("--enable-return-routed-experts",),
+    )
     numerics: Literal["fast", "float32", "invariant", "integer"] = option(
         "fast",
         "invariant, integer: the same bits in every mode, batch and chunk; float32: nearly, and "
@@ -703,6 +708,7 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "pp": (1, "stages pass their hidden states on one machine"),
             "phases": (None, "weights change places on one machine"),
             "host_memory": ("0", "KV blocks leave the devices of one machine"),
+            "routed_experts": (False, "a host is told of the tokens of its own devices alone"),
         },
     ),
     "phases": (

@@ -31,6 +31,7 @@ from shiftjax.outputs import OutputAssembler, RequestOutput
 from shiftjax.phases.resharding import ReshardingState
 from shiftjax.plugins import ALL, load_plugins
 from shiftjax.rollouts.control import PauseMode, Rollouts
+from shiftjax.routing.chosen import NOT_TOLD
 from shiftjax.routing.history import RoutingState, plain_sums
 from shiftjax.settings import keep_communicators_apart, make_virtual_devices
 from shiftjax.text.chat import ChatTemplate, encode_chat
@@ -122,17 +123,23 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        return_routed_experts: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": ids}`; `sampling_params`
         are one for all or one for each (default: `default_sampling_params`).
+        With `return_routed_experts` outputs have the experts that each token chose
+        (`CompletionOutput.routed_experts`), if the setting `routed_experts` is on.
 
         Raises:
             RequestError: a prompt that cannot be served; none of the others has started then.
         """
         many = _as_list(prompts)
-        done = {i: out for i, _, out in self.stream(many, sampling_params) if out is not None}
+        wish = {"return_routed_experts": return_routed_experts}
+        stream = self.stream(many, sampling_params, **wish)
+        done = {i: out for i, _, out in stream if out is not None}
         return [done[index] for index in range(len(many))]
 
     def chat(
@@ -157,13 +164,19 @@ class LLM:
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        return_routed_experts: bool = False,
     ) -> Deltas:
         """Yield (index of the prompt, new text, the output once it is complete).
 
         With `n > 1` the text of all continuations passes by; the output tells them apart.
         Closing the generator aborts what is unfinished.
         """
+        if return_routed_experts and not self.engine.limits.keeps_notes:
+            raise RequestError(NOT_TOLD, "return_routed_experts")
         requests = self._requests(_as_list(prompts), sampling_params)
+        if return_routed_experts:
+            requests = [(replace(request, wants_notes=True), text) for request, text in requests]
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from shiftjax.core.request import Event, Request, RequestMetrics, SamplingParams, TokenLogprobs
 from shiftjax.text.detokenizer import IncrementalDetokenizer, StopChecker
 from shiftjax.text.tokenizer import Tokenizer
@@ -22,6 +24,8 @@ class CompletionOutput:
     metrics: RequestMetrics | None = None
     # (place of a token, version of the weights that it and those after it were computed with)
     versions: list[tuple[int, int]] = field(default_factory=list)
+    # [tokens, layers with experts, k]: of prompt and output, less the last, which no step computed.
+    routed_experts: np.ndarray | None = None  # None: not asked for
 
     @property
     def weight_version(self) -> int:
@@ -114,6 +118,7 @@ class OutputAssembler:
         output, stream = self.output.outputs[event.index], self._streams[event.index]
         if output.finish_reason is not None:
             output.metrics = output.metrics or event.metrics
+            self._take_notes(event)
             return ""
         if event.prompt_logprobs is not None:
             self.output.prompt_logprobs = event.prompt_logprobs
@@ -143,4 +148,12 @@ class OutputAssembler:
             output.finish_reason, output.stop_reason = event.finish_reason, event.stop_token_id
         output.error = event.error
         output.metrics = event.metrics
+        self._take_notes(event)
         return text
+
+    def _take_notes(self, event: Event) -> None:
+        """Of tokens that are part of the output: what comes behind a stop string is not."""
+        if event.notes is not None:
+            output = self.output.outputs[event.index]
+            most = len(self.output.prompt_token_ids) + len(output.token_ids) - 1
+            output.routed_experts = event.notes[: max(0, most)]

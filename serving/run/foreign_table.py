@@ -281,7 +281,7 @@ REFUSED = {
     "send timeline: true in requests": "--enable-per-request-metrics",
     "prompts are texts and token ids": "--enable-prompt-embeds",
     "answers do not tell what happened inside a step": (
-        "--enable-return-routed-experts --return-sampling-mask --enable-trace-replay"
+        "--return-sampling-mask --enable-trace-replay"
     ),
     "chat templates of requests are refused: use --chat-template": "--trust-request-chat-template",
     "streams send tokens alone: raise the time limit of the proxy": "--sse-keep-alive-interval=",

@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from serving.server.errors import ServeError, internal_error
 from shiftjax.core.request import Event, TokenLogprobs
 from shiftjax.outputs import OutputAssembler, RequestOutput
@@ -25,6 +27,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_version: int = 0  # with the end: that of the last token
+    routed_experts: np.ndarray | None = None  # with the end, or behind a stop string after it
 
 
 class RequestHandle:
@@ -98,6 +101,10 @@ class RequestHandle:
             is_first = num_before == 0
             if is_first or output.finish_reason or self._num_buffered_tokens >= self._interval:
                 self._news.set()
+        elif self._interval is not None and event.notes is not None:
+            delta = self._deltas.setdefault(event.index, Delta(event.index))
+            delta.routed_experts = output.routed_experts
+            self._news.set()
         if self.modes is not None and event.index == 0 and new_ids:
             self._note_mode(event.mode, len(new_ids))
         if event.finish_reason == "error":
@@ -121,6 +128,7 @@ class RequestHandle:
         if output.finish_reason is not None:
             delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
             delta.weight_version = output.weight_version
+            delta.routed_experts = output.routed_experts
         self._num_buffered_tokens += len(new_ids)
         if self._num_buffered_tokens > MAX_BUFFERED_TOKENS:
             self.fail(ServeError("slow_reader", "The client reads too slowly; the stream ended."))

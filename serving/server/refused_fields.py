@@ -63,7 +63,6 @@ REFUSED: Mapping[str, Refused] = MappingProxyType(
         "return_token_offsets": Refused("use return_token_ids", (False,)),
         "return_prompt_text": Refused("use return_token_ids and /detokenize", (False,)),
         "return_assistant_tokens_mask": Refused("use return_token_ids", (False,)),
-        "routed_experts_prompt_start": Refused("routes of experts are not told", (0,)),
         "lora": Refused(_ADAPTERS),
         "lora_path": Refused(_ADAPTERS),
         "lora_request": Refused(_ADAPTERS),

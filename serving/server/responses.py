@@ -19,6 +19,7 @@ from serving.server.formats.pieces import (
 from serving.server.handle import Delta, RequestHandle
 from serving.server.logprobs import LogprobWriter, finite
 from serving.server.request_timeline import asked_timeline
+from serving.server.routed_experts import told_experts
 from serving.server.served import Generation
 from serving.server.vllm_answers import (
     ANSWER,
@@ -107,7 +108,7 @@ class Writer:
             choice = self._chat_choice(number, handle, output, {"message": message})
         else:
             choice = self._completion(number, handle, output) | self._of_prompt(handle)
-        return CHOICE | choice
+        return CHOICE | choice | told_experts(self._fields, output)
 
     # ------------------------------------------------------------------ streams
 

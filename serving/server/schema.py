@@ -50,6 +50,7 @@ class Wish:
     hints: tuple[str, ...] = ()  # names of fields that are known, and have no effect here
     effort_name: str = "reasoning_effort"  # as the client calls it
     is_capped: bool = False  # `max_tokens` may be more than there is room for
+    tells_experts: bool = False  # where the engine can, unless the request says that it need not
 
     @property
     def ignored(self) -> tuple[str, ...]:

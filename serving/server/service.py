@@ -25,6 +25,7 @@ from serving.server.metrics import Metrics
 from serving.server.options import ServerOptions
 from serving.server.prompts import Prompts, template_variables
 from serving.server.quotas import CALLER, Quotas
+from serving.server.routed_experts import wants_experts
 from serving.server.schema import Wish, fitting, prompts_of, with_server_defaults
 from serving.server.served import Generation, ServedModel
 from serving.server.start_phases import Phases
@@ -259,6 +260,7 @@ class Service:
                 arrival_seconds=arrival,
                 priority=wish.priority,
                 min_width=wish.min_width,
+                wants_notes=wants_experts(wish, len(ids), engine.request_limits),
                 cache_salt=fields.cache_salt,
                 constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
                 prediction=prediction,

@@ -14,6 +14,7 @@ from shiftjax.core.blocks import (
     extend_hashes,
     root_hash,
 )
+from shiftjax.core.notes import Notes
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.tier import MOST_AHEAD, Extent, Place, Tier, TierMoves
 
@@ -26,6 +27,7 @@ class BlockTables:
     different formats.
     Prefixes are hashed every `hash_size` tokens, of which a block holds some whole number, so that
     groups whose blocks differ in size share the hashes of a sequence; default: every block.
+    `notes` are kept of prefixes, too: who wants them finds what they are known of.
     """
 
     def __init__(
@@ -36,8 +38,10 @@ class BlockTables:
         prefix_caching: bool = True,
         hash_size: int = 0,
         kv: str = "",
+        notes: Notes | None = None,  # None: nothing is kept
     ):
         self.device = device
+        self.notes = notes or Notes()
         self.tier = tier or Tier()
         self._hash_size = hash_size or device.block_size
         self.prefix_caching = prefix_caching
@@ -72,8 +76,18 @@ class BlockTables:
                 extend_hashes(hashes, root, beginning, size)
             block_hash = hashes[end - 1]
             if not self.device.is_indexed(block_hash) and not self.tier.knows(block_hash):
-                return number * self.block_size
-        return limit * self.block_size
+                return self._noted(request, hashes, number) * self.block_size
+        return self._noted(request, hashes, limit) * self.block_size
+
+    def _noted(self, request: Request, hashes: list[bytes], num_blocks: int) -> int:
+        """How many of the first blocks a request may find: all, or those whose notes are known.
+
+        `hashes` are those of every `hash_size` tokens.
+        """
+        if not request.wants_notes:
+            return num_blocks
+        several = self.block_size // self._hash_size
+        return self.notes.num_known(hashes[: num_blocks * several]) // several
 
     def admit(self, sequence: SequenceState, reserve: int) -> bool:
         """Give a waiting sequence blocks for all its tokens, and leave `reserve` blocks free.
@@ -187,8 +201,7 @@ class BlockTables:
             return dict.fromkeys(place.extent for place in sequence.places)
         if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
-        limit = (len(sequence.token_ids) - 1) // self.block_size
-        hashes = self._hashes(sequence)[:limit]
+        hashes = self._hashes(sequence)[: self._findable(sequence)]
         return self.tier.extents_of(dropwhile(self.device.is_indexed, hashes))
 
     def end_plan(self, plan: StepPlan) -> None:
@@ -207,7 +220,14 @@ class BlockTables:
             parent = hashes[number - 1] if number else None
             contents = block_tokens(tokens, number, size)
             self.device.register(block, block_hash, contents, parent, is_private)
+            if self.device.contents_of(block) is not None:
+                self._keep_notes(sequence, number)
         sequence.num_registered_blocks = num_full
+
+    def _keep_notes(self, sequence: SequenceState, number: int) -> None:
+        """A block of a sequence is found from now on: so are the notes of its tokens."""
+        several = self.block_size // self._hash_size
+        self.notes.register(sequence, number * several, (number + 1) * several)
 
     def reset(self, sequences: Iterable[SequenceState], plan: StepPlan | None = None) -> None:
         """The device's contents are lost, and what it was about to write to the second tier.
@@ -260,6 +280,7 @@ class BlockTables:
         if self.prefix_caching and shortage <= limit:
             hashes = self._hashes(sequence)
             if shortage <= 0 or self.device.is_indexed(hashes[shortage - 1]):
+                limit = self._findable(sequence)
                 prefix = self.device.match(hashes, sequence.token_ids, limit)
         shared = self._sibling_prefix(sequence)
         return shared if len(shared) > len(prefix) else prefix
@@ -301,8 +322,13 @@ class BlockTables:
         """Where the second tier has blocks that follow those found on the device; never all."""
         if not self._may_have_prefix(sequence):
             return []
+        hashes, limit = self._hashes(sequence), self._findable(sequence)
+        return self.tier.match(hashes, sequence.token_ids, num_found, limit)
+
+    def _findable(self, sequence: SequenceState) -> int:
+        """How many blocks of a sequence, whose hashes are known, may be found; never all."""
         limit = (len(sequence.token_ids) - 1) // self.block_size
-        return self.tier.match(self._hashes(sequence), sequence.token_ids, num_found, limit)
+        return self._noted(sequence.request, sequence.block_hashes, limit)
 
     def _may_have_prefix(self, sequence: SequenceState) -> bool:
         return self.prefix_caching and not sequence.wants_prompt_logprobs

@@ -29,6 +29,7 @@ class RequestLimits:
     computes_prompts: bool = True  # False: the last layers compute output tokens only (SwiftKV)
     adapters: Container[str] = frozenset()  # those that requests may ask for
     widest: int = 1
+    keeps_notes: bool = False  # of tokens (`core/notes.py`)
 
     def max_length(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """The longest that prompt and output may become, in tokens.
@@ -50,6 +51,14 @@ def validate_request(request: Request, limits: RequestLimits) -> None:
     check_length(len(request.prompt_token_ids), request.sampling.max_tokens, limits)
     _check_sampling(request.sampling, limits)
     _check_constraints(request)
+    _check_notes(request.wants_notes, limits)
+
+
+def _check_notes(is_wanted: Any, limits: RequestLimits) -> None:
+    if type(is_wanted) is not bool:
+        raise RequestError("wants_notes must be true or false.", "wants_notes")
+    if is_wanted and not limits.keeps_notes:
+        raise RequestError("This engine keeps no notes of tokens.", "wants_notes", "no_notes")
 
 
 def _check_identity(request: Request, limits: RequestLimits) -> None:

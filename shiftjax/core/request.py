@@ -75,7 +75,8 @@ class Request:
     A lower `priority` runs earlier (as in vLLM), then the earlier arrival; where steps have sizes
     by their costs, a shorter prompt may pass a longer one (`step_sizes.due_seconds`). Requests
     that differ in `adapter` or `cache_salt` never share KV blocks. `constraints` are none, or one
-    each. A group of at least `min_width` units serves it, or of as many as there are.
+    each. A group of at least `min_width` units serves it, or of as many as there are. With
+    `wants_notes` the last event of each continuation has what is kept of its tokens (`Notes`).
     """
 
     request_id: str
@@ -88,6 +89,7 @@ class Request:
     constraints: tuple[TokenConstraint, ...] = ()
     prediction: tuple[int, ...] | None = None  # the output that the client expects
     min_width: int = 1
+    wants_notes: bool = False
 
 
 class TokenLogprobs(NamedTuple):
@@ -168,6 +170,7 @@ class SequenceState:
     num_prediction_tokens: int = 0
     num_accepted_prediction_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None: not asked for
+    notes: Any = None  # what is kept of its tokens, by whoever keeps it (`Notes`)
     first_scheduled_seconds: float | None = None
     first_token_seconds: float | None = None
     last_token_seconds: float = 0.0
@@ -288,7 +291,7 @@ class StepOutput(NamedTuple):
     `token_ids` and that token's log-probability; every other row the sampled token. `logprobs`
     may be None when no sequence of the plan asks for any, the `top_` arrays when none asks for
     more than its own token's. `guesses` are one for each sequence of a plan that wants them, of
-    what follows the last of its rows that counts.
+    what follows the last of its rows that counts. `notes` are told of each token, not row.
     """
 
     token_ids: np.ndarray  # [rows] int
@@ -297,6 +300,7 @@ class StepOutput(NamedTuple):
     top_ids: np.ndarray | None = None  # [rows, k] int, most likely first
     top_logprobs: np.ndarray | None = None  # [rows, k] float
     guesses: list[ModelGuess] | None = None
+    notes: np.ndarray | None = None  # [tokens, ...], in the order of the plan
 
 
 @runtime_checkable
@@ -345,6 +349,7 @@ class Event:
     is_last: bool = False
     mode: str = ""  # of the step that sampled `token_ids`; empty where none did
     version: int = 0  # of the weights that it was computed with
+    notes: Any = None  # with finish_reason, where asked for: what is kept of the tokens
 
 
 def derive_seed(seed: int, index: int) -> int:

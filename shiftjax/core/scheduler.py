@@ -16,9 +16,9 @@ counting are; after any other end the device has computed one token too many, wh
 A group that is a pipeline has several micro-batches (`core/micro_batches.py`), which take turns;
 chunks of a prompt follow each other without waiting for a commit.
 
-Four seams say what else happens, each with a default that does nothing: `Lookahead` (who guesses
+Five seams say what else happens, each with a default that does nothing: `Lookahead` (who guesses
 tokens ahead), `Tier` (a second place for KV), `Admission` (who may start and who leaves),
-`StepSizes` (how large a step with prompts is).
+`StepSizes` (how large a step with prompts is), `Notes` (what is kept of tokens beside their KV).
 """
 
 import bisect
@@ -32,6 +32,7 @@ from shiftjax.core.admission import Admission
 from shiftjax.core.blocks import BlockAllocator
 from shiftjax.core.lookahead import Lookahead
 from shiftjax.core.micro_batches import is_in_flight, num_sampling
+from shiftjax.core.notes import Notes
 from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.request import (
     Event,
@@ -73,6 +74,7 @@ class Scheduler:
         tier: Tier | None = None,  # None: there is no second place for KV
         admission: Admission | None = None,  # None: whoever has blocks may start
         sizes: StepSizes | None = None,  # None: steps are as large as they may be
+        notes: Notes | None = None,  # of all groups; None: nothing is kept of tokens but KV
     ):
         self.config = config
         self.sizes = sizes or StepSizes()
@@ -86,7 +88,8 @@ class Scheduler:
             Status.RUNNING: self.running,
             Status.PARKED: self.parked,
         }
-        self.tables = tables_of(config, blocks, tier)
+        self.notes = notes or Notes()
+        self.tables = tables_of(config, blocks, tier, self.notes)
         self.requests: dict[str, list[SequenceState]] = {}  # unfinished, whole
         self.num_waiting_tokens = 0  # prompt tokens of the waiting sequences
         self.num_preemptions = {"recompute": 0, "swap": 0}
@@ -393,6 +396,7 @@ class Scheduler:
             is_first = sequence.first_scheduled_seconds is None
             if not self.admission.admit(sequence, self._num_spared(sequence), self.tables):
                 break
+            self.notes.begin(sequence)
             if is_first:
                 sequence.first_scheduled_seconds = now
                 sequence.num_cached_tokens = sequence.num_computed_tokens
@@ -440,6 +444,7 @@ class Scheduler:
         more of it.
         """
         check_output(plan, output)
+        self.notes.enter(plan, output)
         self.tables.end_plan(plan)
         label, caches = mode.label, self.config.prefix_caching
         block_size = self.config.block_size
@@ -540,7 +545,7 @@ class Scheduler:
         for sequence in self._alive():
             if not sequence.block_table and not sequence.places:
                 sequence.block_hashes.clear()
-                sequence.version = version
+                sequence.version, sequence.notes = version, None
 
     def _alive(self) -> list[SequenceState]:
         """Every unfinished sequence."""
@@ -618,6 +623,8 @@ class Scheduler:
             self.sizes.ended(sequence.num_output_tokens)
         event.finish_reason = reason
         event.metrics = sequence.metrics()
+        if sequence.request.wants_notes:
+            event.notes = self.notes.of(sequence)
         event.is_last = all(other.status is Status.FINISHED for other in sequence.siblings)
         if event.is_last:
             del self.requests[sequence.request.request_id]

@@ -24,6 +24,7 @@ from shiftjax.core.blocks import (
     block_tokens,
     extend_hashes,
 )
+from shiftjax.core.notes import Notes
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.scheduler_config import SchedulerConfig
 from shiftjax.core.tier import Place, Tier
@@ -35,7 +36,10 @@ LOST = 0  # the null block, which may be read: what is there is behind the windo
 
 
 def tables_of(
-    config: SchedulerConfig, blocks: BlockAllocator | None, tier: Tier | None
+    config: SchedulerConfig,
+    blocks: BlockAllocator | None,
+    tier: Tier | None,
+    notes: Notes | None = None,
 ) -> BlockTables:
     """Return the tables of a group; `blocks` are those of a pool that groups share, if it is one.
 
@@ -44,10 +48,10 @@ def tables_of(
     if any(config.windows):
         if blocks is not None:
             raise ValueError("Groups that share a pool lose no blocks behind windows.")
-        return WindowedTables(config, tier)
+        return WindowedTables(config, tier, notes)
     device = blocks or BlockAllocator(config.num_blocks, config.block_size)
     caches, hash_size = config.prefix_caching, config.hash_size
-    return BlockTables(device, tier, config.model, caches, hash_size, config.kv)
+    return BlockTables(device, tier, config.model, caches, hash_size, config.kv, notes)
 
 
 class WindowedTables(BlockTables):
@@ -55,9 +59,11 @@ class WindowedTables(BlockTables):
 
     device: WindowBlocks
 
-    def __init__(self, config: SchedulerConfig, tier: Tier | None = None):
+    def __init__(
+        self, config: SchedulerConfig, tier: Tier | None = None, notes: Notes | None = None
+    ):
         device = WindowBlocks(config.num_blocks, config.block_size)
-        super().__init__(device, tier, config.model, config.prefix_caching, 0, config.kv)
+        super().__init__(device, tier, config.model, config.prefix_caching, 0, config.kv, notes)
         self._windows = config.windows
         self._groups = range(len(config.windows))
         self._step_tokens = config.max_num_batched_tokens
@@ -82,6 +88,7 @@ class WindowedTables(BlockTables):
             tokens = list(request.prompt_token_ids)
             count = (len(tokens) - 1) // self.block_size
             extend_hashes(hashes, self._root(request, self.version), tokens, self.block_size)
+            count = self._noted(request, hashes, count)
         return self._prefixes.longest(hashes, count) * self.block_size
 
     def _find(self, sequence: SequenceState, shortage: int) -> Found:
@@ -94,8 +101,8 @@ class WindowedTables(BlockTables):
             return self._prefixes.swapped(sequence, hashes)
         found = self._prefixes.nothing
         if self._may_have_prefix(sequence):
-            limit = (len(sequence.token_ids) - 1) // self.block_size
             hashes = self._hashes(sequence)
+            limit = self._findable(sequence)
             count = self._prefixes.num_found(hashes, sequence.token_ids, limit, shortage)
             found = self._prefixes.found(hashes, sequence.token_ids, count)
         shared = self._of_sibling(sequence)
@@ -260,6 +267,8 @@ class WindowedTables(BlockTables):
             for number in range(begin, num_full):
                 contents = self._contents(sequence, group, number)
                 self.device.enter(table[number], contents)
+        for number in range(sequence.num_registered_blocks, num_full):
+            self._keep_notes(sequence, number)
         sequence.num_registered_blocks = num_full
 
     # ------------------------------------------------------------------ ends

@@ -94,6 +94,7 @@ class Deployment:
     fleet: FleetOptions = NO_FLEET
     hash_size: int = 0  # tokens that a prefix is hashed by, in all widths; 0: a block's
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    routed_experts: bool = False  # steps tell which experts their tokens chose
     deterministic: bool = False  # attention of a sequence does not depend on the others
     gpu_options: str = "auto"  # XLA's, as the setting spells them
     pp: int = 1  # stages of a group, each on `sp * tp` devices
@@ -338,6 +339,7 @@ class Deployment:
             eos_token_ids=model.eos_token_ids,
             computes_prompts=model.num_late_layers == 0,
             widest=self.widest,
+            keeps_notes=self.routed_experts,
         )
 
     @property

@@ -22,6 +22,7 @@ from shiftjax.deploy.expert_storage import expert_problems, with_experts
 from shiftjax.deploy.lora_rule import with_adapters
 from shiftjax.deploy.numerics_rule import check_numerics
 from shiftjax.deploy.position_rule import with_positions
+from shiftjax.deploy.routed_rule import routed_problems
 from shiftjax.deploy.window_rule import with_freed_blocks
 from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
@@ -131,6 +132,7 @@ def resolve(
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
         logprobs_mode=config.model.logprobs_mode,
+        routed_experts=config.model.routed_experts,
         deterministic=config.model.deterministic,
         gpu_options=config.compile.gpu_options,
         pp=config.parallel.pp,
@@ -243,6 +245,7 @@ def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> l
     problems = stage_problems(parallel.pp, model)
     problems += expert_problems(parallel, model, is_fleet=config.fleet.fleet)
     problems += context_problems(model, config.model.max_model_len)
+    problems += routed_problems(config, model)
     if model.encoder is not None:
         problems.append(f"{model.name} is an encoder: it embeds texts, and generates none")
     if config.model.task == "embed":

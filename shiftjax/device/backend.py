@@ -49,6 +49,7 @@ from shiftjax.phases.exchange_device import DeviceExchange
 from shiftjax.phases.pipeline_device import PipelineRunner
 from shiftjax.phases.resharding import PHASES, Phase
 from shiftjax.rollouts.weights_device import DeviceStore
+from shiftjax.routing.chosen import notes_of
 from shiftjax.routing.history import history_of
 from shiftjax.weights.peft import read_adapter
 from shiftjax.weights.source import TensorSource
@@ -125,7 +126,8 @@ class DeviceBackend:
             self._hosts.least("to have started", ())
         started = [_groups(compiled, runners, self._hosts)]
         self.adapters = adapters
-        return Started(started, mover=mover, routing=routing, adapters=adapters)
+        notes = notes_of(self.deployments)
+        return Started(started, mover=mover, routing=routing, adapters=adapters, notes=notes)
 
     def _adapters(self, deployment: Deployment, groups: Sequence[Placed]) -> AdapterPool | None:
         """Return the adapters of a deployment, the first in its slots. Raises AdapterError."""
@@ -178,7 +180,8 @@ class DeviceBackend:
         self.deployments = [compiled[phase].deployment for phase in PHASES]
         self.store = DeviceStore([placed[phase] for phase in PHASES], rows)
         started = [groups[phase] for phase in PHASES]
-        return Started(started, exchange=exchange, routing=routing)
+        notes = notes_of(self.deployments)
+        return Started(started, exchange=exchange, routing=routing, notes=notes)
 
     def _try_kernels(self) -> TryKernels | None:
         how, devices, progress = self._check, own_devices(self.devices), self._progress

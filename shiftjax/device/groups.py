@@ -129,6 +129,7 @@ def define_steps(
             kernels = {"products": products, "norms": norms, "sums": sums}
             of_step = {"expert_modes": used, "query_modes": queries}
             of_step |= {"numerics": of_width.of_numerics}
+            of_step |= {"routed_experts": of_width.routed_experts}
             of_step |= SAMPLERS[of_width.logprobs_mode]
             found[group] = replace(step, **of_step, **kernels)
     return found

@@ -182,6 +182,14 @@ def counts_spec() -> P:
     return P(ALIKE_AXES, None, EXPERT_AXES)
 
 
+def chosen_spec(*, in_parts: bool) -> P:
+    """Return the spec of the experts that tokens chose `[tokens, layers, k]`: split as tokens are.
+
+    `in_parts`: the devices that split a weight split their tokens among themselves, too.
+    """
+    return P((*TOKEN_AXES, *WEIGHT_AXES) if in_parts else TOKEN_AXES)
+
+
 def packed_spec() -> P:
     """Return the spec of packed texts `[3, rows, width]`: rows over all devices of all groups."""
     return P(None, ("dp", *ALL_AXES))

@@ -24,6 +24,7 @@ from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.grid import Mode
+from shiftjax.routing.chosen_device import on_host, send_to_host
 from shiftjax.routing.counts_device import CountedSteps
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Handle(NamedTuple):
     num_guesses: int  # for each of so many sequences
     num_seqs: int
     first_tokens: jax.Array | None = None  # `last_tokens` on the first stage, of a pipeline
+    num_tokens: int = 0  # of which `chosen` tells
+    chosen: tuple[jax.Array, ...] = ()  # the experts of tokens, by stage; of models that tell
 
 
 MOST_TOKENS_TRIED_ON_CPU = 128
@@ -174,16 +177,20 @@ class DeviceRunner:
     ) -> list[Any]:
         """Dispatch a step, or this stage of it: `[last_tokens, StepResult]` or `[hidden]`.
 
+        Behind them comes a tuple: of the experts that tokens chose, if steps tell, else of nothing.
         `mode` is that of `mode_for`. `last_tokens` None: no token of the plan is on the devices
         alone.
         """
         program = self.programs[prepared.program]
-        results = self._call(program, prepared, mode, last_tokens, *hidden)
+        results, told = self._call(program, prepared, mode, last_tokens, *hidden), ()
+        if self.step.tells:
+            *results, chosen = results
+            told = (chosen,)
         if self.step.counts:
             *results, counts = results
             if self.counted is not None:
                 self.counted.see(counts)
-        return results
+        return [*results, told]
 
     def _call(
         self,
@@ -235,6 +242,7 @@ class DeviceRunner:
             is_finite=summary[:, 2] != 0,
             logprobs=np.ascontiguousarray(summary[:, 1]).view(np.float32),
             guesses=_guesses(handle) if handle.num_guesses else None,
+            notes=on_host(handle.chosen, handle.num_tokens),
         )
         if not handle.wants_top:
             return output
@@ -299,7 +307,11 @@ class DeviceRunner:
 
 
 def in_flight(
-    plan: StepPlan, prepared: Prepared, last_tokens: jax.Array, result: StepResult
+    plan: StepPlan,
+    prepared: Prepared,
+    last_tokens: jax.Array,
+    result: StepResult,
+    chosen: tuple[jax.Array, ...] = (),
 ) -> Handle:
     """A dispatched step, whose results are on their way to the host."""
     summary: Any = result.summary
@@ -308,7 +320,8 @@ def in_flight(
         guesses: Any = result.guesses
         guesses.copy_to_host_async()
     counts = plan.num_rows, prepared.wants_top, plan.num_guesses, len(plan.scheduled)
-    return Handle(last_tokens, result, *counts)
+    send_to_host(chosen)
+    return Handle(last_tokens, result, *counts, num_tokens=plan.num_tokens, chosen=chosen)
 
 
 def _guesses(handle: Handle) -> list[ModelGuess]:

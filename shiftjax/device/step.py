@@ -8,7 +8,8 @@ hidden states, too, and all but the last return those instead:
     step(params, pools, last_tokens, flat, tables, hidden) -> (pools, hidden)
 
 What has layers of experts gives back the pairs that it computed, too, behind all else
-(`routing/counts_device.py`).
+(`routing/counts_device.py`). Where it is asked for, the experts that each token chose come last
+(`routing/chosen_device.py`).
 
 Everything small that changes every step travels as one int32 vector (`flat`),
 because each separate transfer to 8 devices costs more than all their bytes; what only some
@@ -34,6 +35,7 @@ from shiftjax.costs.query_modes import QueryModes
 from shiftjax.costs.routing import num_counted
 from shiftjax.device.joined import ARGUMENT_ALIGNMENT
 from shiftjax.device.mesh import (
+    chosen_spec,
     counts_spec,
     hidden_spec,
     is_spread,
@@ -53,6 +55,7 @@ from shiftjax.models.attention import AttentionMetadata, ModelPools, RowMetadata
 from shiftjax.models.attention_backend import AttentionBackend
 from shiftjax.models.exchange import Parallel
 from shiftjax.models.expert_backend import XLA_EXPERTS, ExpertBackend
+from shiftjax.models.experts import tells_parts
 from shiftjax.models.layers import Context, LogitRows, ropes_of_step
 from shiftjax.models.norm_backend import XLA_NORMS, NormBackend
 from shiftjax.models.product_backend import XLA_PRODUCTS, Products
@@ -60,6 +63,7 @@ from shiftjax.models.speculator import DraftRows
 from shiftjax.models.sum_backend import SUMMED_NORMS, XLA_SUMS, SumBackend
 from shiftjax.parallel.grid import Mode, Use
 from shiftjax.parallel.layout import Layout, round_up
+from shiftjax.routing.chosen_device import chosen_of_step
 from shiftjax.routing.counts_device import counts_of_step
 
 # Measured on attention: gathers 15-35% and prefill 15-20% faster (docs/results/cpu.md).
@@ -183,6 +187,7 @@ class StepDef:
     norms: NormBackend = XLA_NORMS
     sums: SumBackend = XLA_SUMS
     numerics: Numerics = FAST
+    routed_experts: bool = False  # steps tell which experts their tokens chose
     sampler: Callable[..., SampleOutput] = sample  # half of what a step takes to compile
 
     @property
@@ -215,6 +220,11 @@ class StepDef:
     def counts(self) -> bool:
         """Whether steps give back pairs of tokens and experts."""
         return num_counted(self.layout.model) > 0
+
+    @property
+    def tells(self) -> bool:
+        """Whether steps give back the experts that their tokens chose."""
+        return self.routed_experts and self.counts
 
     def experts_in(self, mode: Mode, num_tokens: int) -> Mode:
         """The mode as which a program uses experts."""
@@ -267,6 +277,9 @@ class StepDef:
             given_back = *given_back, everywhere if is_spread(self.mesh) else counts_spec()
         use = self.use_in(mode, packing.size_of_step)
         parallel = Parallel(self.layout, mode, use, self.numerics)
+        if self.tells:
+            in_parts = tells_parts(parallel, packing.num_tokens)
+            given_back = *given_back, chosen_spec(in_parts=in_parts)
 
         def step(params, pools, last_tokens, flat, tables, *hidden):
             if self.platform == "gpu":
@@ -308,7 +321,7 @@ class StepDef:
         ropes, whole = ropes_of_step(inputs.positions, self.layout.model, parallel, enters=enters)
         context = Context(ropes, inputs.attention, self.attention, parallel, self.experts)
         counted = [] if self.counts else None
-        context = context._replace(token_ids=ids, counted=counted)
+        context = context._replace(token_ids=ids, counted=counted, tells=self.tells)
         if inputs.adapters is not None:
             own = parallel.local_tokens(inputs.adapters)
             context = context._replace(slot=own, all_slots=inputs.adapters)
@@ -323,6 +336,9 @@ class StepDef:
         own = ()
         if counted:
             own = (counts_of_step(counted, parallel, is_spread=is_spread(self.mesh)),)
+        if counted and self.tells:
+            assert self.layout.model.experts is not None
+            own = *own, chosen_of_step(counted, self.layout.model.experts.num)
         if not self.layout.model.is_last_stage:
             return pools, parallel.to_next_stage(hidden), *own
         return *self._sampled(model, inputs, ids, hidden, pools, tables, context), *own

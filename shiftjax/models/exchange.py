@@ -184,6 +184,14 @@ class Parallel:
             return hidden
         return jax.lax.all_gather(hidden, SHARE_AXIS, tiled=True)
 
+    def own_of_brought(self, brought: Shaped[Array, "tokens_experts ..."]) -> jax.Array:
+        """Return what is this device's own of what it has of the tokens of `bring_tokens`."""
+        if self.shares == 1:
+            return brought
+        count = brought.shape[0] // self.shares
+        start = jax.lax.axis_index(SHARE_AXIS) * count
+        return jax.lax.dynamic_slice_in_dim(brought, start, count)
+
     def brought(self, num_own: int) -> Int[Array, " tokens_experts"]:
         """Return which tokens of the step those of `bring_tokens` are, with so many of each."""
         shares, apart = self.shares, min(self.mode.sp, self.as_experts.sp)

@@ -84,6 +84,13 @@ def _by_sigmoids(
     return gains * experts.scale, chosen
 
 
+class Counted(NamedTuple):
+    """What a layer of experts tells of a step, of the part that this device has."""
+
+    pairs: Int32[Array, " own_experts"]  # that it computed with each of its own experts
+    chosen: Int32[Array, "tokens_own k"] | None = None  # the experts of tokens (`tells_parts`)
+
+
 class ExpertLayer(NamedTuple):
     """What a layer of experts has on this device, and what it must know of the step."""
 
@@ -100,6 +107,7 @@ class ExpertLayer(NamedTuple):
     enter: Callable[[jax.Array], tuple[jax.Array, jax.Array]] = lambda x: (x, x)
     scales: Float[Array, " experts"] | None = None  # of the weights of a token's experts
     adapted: Adapted | None = None  # with the slots of all tokens of the step
+    tells: bool = False  # which experts each token has chosen
 
     @property
     def num_own(self) -> int:
@@ -137,8 +145,8 @@ def expert_layer(
     x: Float[Array, "tokens_sp hidden"],
     layer: ExpertLayer,
     shared: Float[Array, "tokens_sp hidden"] | None = None,
-) -> tuple[Addend, Int32[Array, " own_experts"]]:
-    """Return what their experts add to this device's tokens, and the pairs of its own experts.
+) -> tuple[Addend, Counted]:
+    """Return what their experts add to this device's tokens, and what is counted and told of it.
 
     With what the `shared` one does, whose sum over the devices that split it is still to be made;
     where numerics are strict it is made, and tokens are always gathered.
@@ -154,32 +162,46 @@ def expert_layer(
     device gets on average; a step in which it is too small gathers.
     """
     parallel = layer.parallel
-    use = parallel.layout, parallel.mode, parallel.as_experts
     if parallel.numerics.is_strict:
-        total, pairs = _gather(x, layer, None)
-        return Addend((total if shared is None else total + shared).astype(x.dtype)), pairs
-    room = room_to_exchange(*use, x.shape[0] * parallel.mode.sp)
+        total, counted = _gather(x, layer, None)
+        return Addend((total if shared is None else total + shared).astype(x.dtype)), counted
+    room = _room(parallel, x.shape[0] * parallel.mode.sp)
     if not room:
-        partial, pairs = _gather(x, layer, shared)
-        return Addend(partial, is_partial=True, dtype=x.dtype), pairs
+        partial, counted = _gather(x, layer, shared)
+        return Addend(partial, is_partial=True, dtype=x.dtype), counted
     sent = _send(x, layer, room)
 
-    def gathered() -> tuple[jax.Array, jax.Array]:
-        partial, pairs = _gather(x, layer, shared)
-        return parallel.sum(partial, x.dtype), pairs
+    def gathered() -> tuple[jax.Array, Counted]:
+        partial, counted = _gather(x, layer, shared)
+        if counted.chosen is not None:
+            counted = counted._replace(chosen=parallel.own_part(counted.chosen))
+        return parallel.sum(partial, x.dtype), counted
 
     # Every device takes the same branch, so there are collectives in both.
-    out, pairs = jax.lax.cond(
+    out, counted = jax.lax.cond(
         parallel.any_of_all(sent.overflows),
         gathered,
         lambda: _exchange(x, layer, sent, room, shared),
     )
-    return Addend(out), pairs
+    return Addend(out), counted
+
+
+def tells_parts(parallel: Parallel, num_tokens: int) -> bool:
+    """Whether, in a step of so many tokens, each device tells of a part of its tokens alone.
+
+    Then all devices split the tokens; else those that split a weight tell the same.
+    """
+    return not parallel.numerics.is_strict and _room(parallel, num_tokens) > 0
+
+
+def _room(parallel: Parallel, num_tokens: int) -> int:
+    use = parallel.layout, parallel.mode, parallel.as_experts
+    return room_to_exchange(*use, num_tokens)
 
 
 def _gather(
     x: Float[Array, "tokens_sp hidden"], layer: ExpertLayer, shared: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Counted]:
     """The tokens of all that share the experts on each of them: it adds what its own give."""
     parallel, index = layer.parallel, layer.parallel.brought(x.shape[0])
     x, seen = layer.enter(parallel.bring_tokens(x))
@@ -195,11 +217,12 @@ def _gather(
     slot = None if layer.adapted is None else layer.adapted.slot[index]
     parts = layer.multiply(x, routed, gains, x.shape[0], slot).astype(jnp.float32)
     parts = jnp.where(is_own[..., None], parts, 0)
+    counted = Counted(routed.sizes, parallel.own_of_brought(chosen) if layer.tells else None)
     if parallel.numerics.is_strict:
-        return parallel.sum_pairs(parts), routed.sizes
+        return parallel.sum_pairs(parts), counted
     partial = parts.sum(axis=1)
     partial = partial if parallel.numerics.is_wide else partial.astype(x.dtype)
-    return parallel.share_experts(partial, shared), routed.sizes
+    return parallel.share_experts(partial, shared), counted
 
 
 def deal(
@@ -257,7 +280,7 @@ def _exchange(
     sent: Sent,
     room: int,
     shared: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Counted]:
     """Pairs go to the devices of their experts and come back, all tokens to their neighbours."""
     parallel, shape = layer.parallel, (layer.parallel.layout.num_devices, room)
     own, (num, k) = layer.enter(parallel.own_part(x))[0], sent.gains.shape
@@ -288,4 +311,5 @@ def _exchange(
     is_sent = (sent.device < shape[0])[..., None]
     out = jnp.where(is_sent, parts * gains[..., None], 0).sum(axis=1).astype(x.dtype)
     out = parallel.whole_part(out)
-    return out if shared is None else out + parallel.sum(shared, x.dtype), routed.sizes
+    counted = Counted(routed.sizes, sent.expert if layer.tells else None)
+    return out if shared is None else out + parallel.sum(shared, x.dtype), counted

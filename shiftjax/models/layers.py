@@ -51,9 +51,9 @@ class Context(NamedTuple):
     experts: ExpertBackend = XLA_EXPERTS
     place: PoolPlace | None = None  # of the layer that runs
     token_ids: Int[Array, " all_tokens"] | None = None  # of the step, for what layers look up
-    # Layers of experts append the pairs that this device computes with each of its own; None: no
-    # layer does.
-    counted: list[Array] | None = None
+    # Layers of experts append what they have to tell, each its own; None: no layer does.
+    counted: list[Any] | None = None
+    tells: bool = False  # with the experts that each token has chosen
     products: Products = XLA_PRODUCTS  # with matrices that are no experts'
     norms: NormBackend = XLA_NORMS  # of the stream
     sums: OpenSums | None = None  # of partial sums with the norms behind them; None: XLA's

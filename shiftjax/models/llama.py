@@ -31,6 +31,7 @@ from shiftjax.models.attention import (
 )
 from shiftjax.models.entry import enter_heads
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.experts import Counted
 from shiftjax.models.gathered import whole_layers
 from shiftjax.models.gemma4 import ExpertsBesideMLP, LayerInput, LayerInputs
 from shiftjax.models.layers import (
@@ -390,7 +391,7 @@ def _traced_once(context: Context) -> RunLayer:
         place: PoolPlace | None,
         given: Float[Array, "tokens width"] | None,
         of_step: tuple[tuple[tuple[Rope, ...], ...], AttentionMetadata, OpenSums | None, Any],
-    ) -> tuple[Stream, LayerPool, list[Array] | None]:
+    ) -> tuple[Stream, LayerPool, list[Counted] | None]:
         (ropes, whole), metadata, sums, slot = of_step
         counted = None if context.counted is None else []
         own = context._replace(ropes=ropes, whole_ropes=whole, metadata=metadata, sums=sums)

@@ -106,10 +106,10 @@ class MoE(Part):
         context: Context,
         shared: Float[Array, "tokens hidden"] | None = None,
     ) -> Addend:
-        """Return what experts make of tokens; who counts pairs is given them."""
-        out, pairs = expert_layer(x, layer, shared)
+        """Return what experts make of tokens; who counts is given what to count."""
+        out, counted = expert_layer(x, layer, shared)
         if context.counted is not None:
-            context.counted.append(pairs)
+            context.counted.append(counted)
         return out
 
     def _layer(self, context: Context) -> ExpertLayer:
@@ -118,7 +118,7 @@ class MoE(Part):
         own = self.config.experts, self.router[...], self.experts.weights
         step = num_tokens, context.parallel, context.experts, self.config.activation
         beside = self._of_router("router_bias"), self._of_router("router_correction")
-        layer = ExpertLayer(*own, *step, *beside)
+        layer = ExpertLayer(*own, *step, *beside, tells=context.tells)
         return layer._replace(adapted=self.experts.adapted(context.all_slots))
 
     def _of_router(self, name: str) -> Float[Array, " experts"] | None:

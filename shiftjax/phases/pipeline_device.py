@@ -43,12 +43,15 @@ class PipelineRunner:
         mode = self._last.mode_for(prepared, mode)
         pending = {} if previous_handle is None else _tokens_by_stage(self.stages, previous_handle)
         results: list[Any] = []
+        told: tuple[jax.Array, ...] = ()
         for index, stage in enumerate(self.stages):
             given = [hand_over(hidden, stage.step, mode) for hidden in results]
-            results = stage.launch(prepared, mode, pending.get(index), *given)
+            *results, own = stage.launch(prepared, mode, pending.get(index), *given)
+            told += own
         tokens, result = results
         first_tokens = jax.device_put(tokens, self._first.memory.everywhere)
-        return in_flight(plan, prepared, tokens, result)._replace(first_tokens=first_tokens)
+        flight = in_flight(plan, prepared, tokens, result, told)
+        return flight._replace(first_tokens=first_tokens)
 
     def is_ready(self, handle: Handle | None) -> bool:
         """Whether `fetch` would not wait for the devices."""

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int
 from shiftjax.costs.routing import num_counted
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.models.exchange import Parallel
+from shiftjax.models.experts import Counted
 from shiftjax.routing.history import RoutingHistory
 
 EVERY = 16  # steps, of which one is counted
@@ -28,13 +29,13 @@ LATER = 2  # steps after a copy was asked for
 
 
 def counts_of_step(
-    counted: Sequence[Int[Array, " own_experts"]], parallel: Parallel, *, is_spread: bool
+    counted: Sequence[Counted], parallel: Parallel, *, is_spread: bool
 ) -> Int[Array, "one layers experts"]:
     """Return this device's part of the counts of a step, inside `shard_map`.
 
     Of its own experts; if the devices are `spread` over hosts those of all, on every device.
     """
-    own = jnp.stack(counted)
+    own = jnp.stack([each.pairs for each in counted])
     if is_spread:
         ways = parallel.layout.num_devices // parallel.as_experts.sp
         everywhere = jnp.zeros((own.shape[0], ways * own.shape[1]), own.dtype)

@@ -23,6 +23,7 @@ from shiftjax.sim.sim_backend import make_engine
 REFUSED = {
     "speculation": (("none",), "nobody says how often guesses at made-up tokens are right"),
     "task": (("auto", "generate"), "embedding has no simulated steps"),
+    "routed_experts": ((False,), "made-up tokens choose no experts"),
     "phases": ((None,), "requests that wait for a phase are late"),
 }
 """Settings of which a server on simulated devices knows these values alone, and why."""

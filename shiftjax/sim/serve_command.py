@@ -17,7 +17,7 @@ from shiftjax.targets import NONE, Targets
 _SAME = (
     *("dp", "pp", "sp", "tp", "max_num_seqs", "max_num_batched_tokens", "policy", "weights"),
     *("attention", "block_size", "memory_fraction", "prefix_caching", "preemption"),
-    *("logprobs_mode", "numerics", "deterministic", "gpu_options", "overlap"),
+    *("logprobs_mode", "routed_experts", "numerics", "deterministic", "gpu_options", "overlap"),
 )
 _ALWAYS = ("sp", "tp", "max_num_seqs", "max_num_batched_tokens", "dtype")  # the default, too
 

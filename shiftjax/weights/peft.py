@@ -2,9 +2,9 @@
 
 What would change the result in another way than b (a x) does is refused by its name.
 
-Experts may have factors of their own, each a module, or those of a layer together, as PEFT has them
-for parameters that hold all experts (`target_parameters`): a `[experts * rank, in]`, b `[out, rank *
-experts]`. One of the two modules is inside the other then, and shapes say which is which.
+Experts may have factors of their own, each a module, or those of a layer together, as PEFT has
+them for parameters that hold all experts (`target_parameters`): a `[experts * rank, in]`, b `[out,
+rank * experts]`. One of the two modules is inside the other, and shapes say which is which.
 """
 
 import math

@@ -9,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 from spent import thorough
 
 from shiftjax.device.mesh import make_mesh, mesh_of
-from shiftjax.models.exchange import Parallel
-from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXES, WEIGHT_AXES, Group
+from shiftjax.models.exchange import LIMB_BITS, LIMBS, Parallel
+from shiftjax.parallel.grid import ALL_AXES, TOKEN_AXES, WEIGHT_AXES, Group, Mode
+from shiftjax.parallel.layout import Layout
 
 TOKENS, HEAD_DIM = 72, 8  # 72 tokens split evenly over every SP from 1 to 9
 
@@ -93,3 +94,54 @@ def test_reduce_sums_over_the_devices_that_split_the_weights(mode):
     x = np.arange(TOKENS * 4, dtype=np.float32).reshape(TOKENS, 4)
     total = run(it, mode, parallel.reduce, (split,), split, jnp.asarray(x))
     np.testing.assert_array_equal(total, x * (8 // mode.sp))
+
+
+class Unevenly(Layout):
+    """Three devices that hold 8 KV heads as 3, 3 and 2; shards are alike, so one is there twice."""
+
+    def kv_heads_of_ranks(self, mode: Mode) -> list[list[int]]:
+        return [[0, 1, 2], [3, 4, 5], [5, 6, 7]]
+
+
+UNEVEN = {
+    "three ranks": (Unevenly(layout(1, 3, 24, 8).model, 1, 3), Mode(1, 1)),
+    "between modes": (layout(6, 1, 6, 3), Mode(6, 3)),  # ranks hold heads 0 and 1, 1 and 2
+}
+
+
+@pytest.mark.parametrize("case", UNEVEN)
+def test_squares_of_heads_that_some_devices_share_count_once(case):
+    it, mode = UNEVEN[case]
+    parallel, ranks = Parallel(it, mode), np.array(it.kv_heads_of_ranks(mode))
+    copies = np.bincount(ranks.reshape(-1))
+    assert set(copies) == {1, 2}
+    rng = np.random.default_rng(2)
+    heads = rng.standard_normal((TOKENS, len(copies), HEAD_DIM)).astype(np.float32)
+    heads *= 10.0 ** rng.integers(-6, 6, (TOKENS, 1, 1)).astype(np.float32)
+    heads[0] = 0
+    split, out = P(TOKEN_AXES, WEIGHT_AXES), P(TOKEN_AXES)
+
+    def squares(x: jax.Array) -> jax.Array:
+        return parallel.exact_squares(x, parallel.kv_head_shares())
+
+    got = run(it, mode, squares, (split,), out, heads[:, ranks.reshape(-1)])
+    np.testing.assert_allclose(got, squares_in_integers(heads), rtol=3e-7)
+    alone = Parallel(layout(1, 1, 24, len(copies)), Mode(1, 1))
+    whole = jax.jit(lambda x: alone.exact_squares(x, alone.kv_head_shares()))(heads)
+    np.testing.assert_array_equal(got, whole)
+
+
+def squares_in_integers(heads: np.ndarray) -> np.ndarray:
+    """The sum of squares of each token as digits of integers, of which each head's count once."""
+    largest = np.abs(heads).max((1, 2))
+    unit = np.exp2(np.floor(np.log2(np.where(largest > 0, largest, 1))) + 1)
+    rest = np.square(heads / unit[:, None, None]).astype(np.float64)  # rounded to float32 before
+    digits = []
+    for _ in range(LIMBS):
+        rest = rest * 2**LIMB_BITS
+        digits.append(np.floor(rest).astype(np.int64).sum((1, 2)))
+        rest -= np.floor(rest)
+    total = np.zeros(len(heads), np.float32)
+    for place in reversed(range(LIMBS)):
+        total += np.float32(2.0 ** (-LIMB_BITS * (place + 1))) * digits[place].astype(np.float32)
+    return total * np.square(unit)

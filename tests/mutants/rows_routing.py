@@ -1,4 +1,4 @@
-"""Mutants of counted routing: who counts what, what is forgotten, what prices make of it."""
+"""Mutants of counted and told routing: who counts and tells what, what prices make of it."""
 
 from mutant import Mutant
 
@@ -11,6 +11,10 @@ TEST_COUNTS = "tests/routing/test_counts_device.py"
 TEST_HISTORY = "tests/routing/test_routing_history.py"
 TEST_ROUTING = "tests/costs/test_routing.py"
 TEST_PRICES = "tests/routing/test_repricing.py"
+CHOSEN = "shiftjax/routing/chosen.py"
+TABLES = "shiftjax/core/block_tables.py"
+TEST_CHOSEN = "tests/routing/test_chosen.py"
+TEST_TOLD = "tests/routing/test_chosen_experts.py"
 
 ROWS = (
     Mutant(
@@ -111,5 +115,77 @@ ROWS = (
         "if wanted is None or mode in modes",
         (TEST_PRICES,),
         "a step is compiled while requests wait",
+    ),
+    Mutant(
+        "devices that bring tokens together tell of the first one's",
+        "routing",
+        "shiftjax/models/exchange.py",
+        "start = jax.lax.axis_index(SHARE_AXIS) * count\n        return jax.lax",
+        "start = 0 * count\n        return jax.lax",
+        (TEST_LAYER,),
+        "a trainer replays experts of other tokens",
+    ),
+    Mutant(
+        "where an exchange has no room, all tokens are told by each",
+        "routing",
+        EXPERTS,
+        "parallel.own_part(counted.chosen)",
+        "counted.chosen[: sent.expert.shape[0]]",
+        (TEST_LAYER,),
+        "a trainer replays experts of other tokens",
+    ),
+    Mutant(
+        "stages tell in the wrong order",
+        "routing",
+        "shiftjax/phases/pipeline_device.py",
+        "told += own",
+        "told = own + told",
+        (TEST_TOLD,),
+        "layers have the experts of other layers",
+    ),
+    Mutant(
+        "wrong guesses have experts",
+        "routing",
+        CHOSEN,
+        "rows[: 1 + num_accepted(item, sampled)]",
+        "rows",
+        (TEST_CHOSEN,),
+        "tokens have the experts of guesses that were wrong",
+    ),
+    Mutant(
+        "a token that is computed again has other experts",
+        "routing",
+        CHOSEN,
+        "new = rows[self.end - start :]",
+        "self.end = start\n        new = rows",
+        (TEST_CHOSEN,),
+        "a trainer replays other experts than a token was sampled by",
+    ),
+    Mutant(
+        "prefixes that are found have no experts",
+        "routing",
+        CHOSEN,
+        "                own.add(number * self._size, rows)",
+        "                pass",
+        (TEST_CHOSEN,),
+        "answers with cached prompts lack experts",
+    ),
+    Mutant(
+        "a prefix is found whether its experts are known or not",
+        "routing",
+        TABLES,
+        "if not request.wants_notes:",
+        "if True:",
+        (TEST_CHOSEN,),
+        "answers with cached prompts lack experts",
+    ),
+    Mutant(
+        "experts of old weights stay",
+        "routing",
+        "shiftjax/core/scheduler.py",
+        "sequence.version, sequence.notes = version, None",
+        "sequence.version = version",
+        (TEST_CHOSEN,),
+        "KV of new weights is found with experts of old ones",
     ),
 )

@@ -30,6 +30,7 @@ class TokenSampling(sampling_fields(HTTP), kw_only=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
+    routed_experts_prompt_start: int | None = None
 
 
 class GenerateFields(msgspec.Struct, kw_only=True):
@@ -45,6 +46,7 @@ class GenerateFields(msgspec.Struct, kw_only=True):
     min_width: int | None = None
     request_id: str | None = None
     timeline: bool | None = None
+    return_routed_experts: bool | None = None
 
 
 # How vLLM makes its answers, which are as good without it.
@@ -79,7 +81,7 @@ def read_token_ids(values: Any) -> Wish:
     wish = read_completion({"prompt": values["token_ids"]} | given, max_tokens=None)
     harmless = {f"{PLACE}.{name}" for name in REFUSED}
     unknown = tuple(name for name in told.unknown if name not in harmless)
-    return replace(wish, unknown=unknown, hints=told.hints)
+    return replace(wish, unknown=unknown, hints=told.hints, tells_experts=True)
 
 
 def _given(values: Json, names: Iterable[str]) -> Json:

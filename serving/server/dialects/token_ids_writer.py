@@ -6,6 +6,7 @@ from serving.server.handle import Delta
 from serving.server.logprobs import LogprobWriter, finite
 from serving.server.request_timeline import asked_timeline
 from serving.server.responses import usage
+from serving.server.routed_experts import told_experts
 from serving.server.served import Generation
 from serving.server.vllm_answers import weight_version
 from shiftjax.core.request import TokenLogprobs
@@ -64,12 +65,16 @@ class TokenIdsWriter:
         logprobs = None
         if self._handle.request.sampling.logprobs is not None:
             logprobs = {"content": [_logprob(each) for each in news.logprobs or ()]}
-        return {
-            "index": news.index,
-            "token_ids": news.token_ids,
-            "logprobs": logprobs,
-            "finish_reason": news.finish_reason,
-        } | weight_version(news)
+        return (
+            {
+                "index": news.index,
+                "token_ids": news.token_ids,
+                "logprobs": logprobs,
+                "finish_reason": news.finish_reason,
+            }
+            | weight_version(news)
+            | told_experts(self._generation.wish.fields, news)
+        )
 
 
 def _logprob(entry: TokenLogprobs) -> Json:
