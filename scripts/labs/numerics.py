@@ -146,15 +146,10 @@ def runs(args: argparse.Namespace, built: Built, prompts: list[list[int]]) -> It
     for scheduler, own, lookahead in zip(schedulers, sizes, drafting, strict=True):
         scheduler.sizes, scheduler.lookahead = own, lookahead
     if args.drafts:
-        before = accepted(built)
         texts = served(built, -1, [prompts], args.tokens)[0]
-        yield shift, f"{shift}, {accepted(built) - before} drafts taken", texts
-
-
-def accepted(built: Built) -> int:
-    """Return how many drafted tokens were right so far."""
-    stats = built.engine.stats().find(DraftStats)
-    return stats.num_accepted if stats else 0
+        drafts = built.engine.stats().find(DraftStats) or DraftStats()
+        taken = f"{drafts.num_accepted} of {drafts.tokens.total()} drafted tokens taken"
+        yield shift, f"{shift}, {taken}", texts
 
 
 class Chunks(StepSizes):
@@ -229,7 +224,9 @@ def served(
     built: Built, place: int, batches: list[list[list[int]]], num_tokens: int
 ) -> tuple[Texts, float]:
     """Return the texts of prompts in the mode at a place, and the CPU seconds that they took."""
-    built.engine.policy, started = FixedPolicy(place), time.process_time()
+    for lane in built.engine.lanes:
+        lane.policy = FixedPolicy(place)  # those of a fleet have their own
+    started = time.process_time()
     texts, numbers = [], count(built.engine._num_requests)
     for prompts in batches:
         found: dict[str, list[tuple[int, float]]] = {}
