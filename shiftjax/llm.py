@@ -10,6 +10,8 @@ from typing import Any, cast
 
 import jax
 
+from shiftjax.adapters.adapter import AdapterError
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import validate_request
@@ -116,6 +118,8 @@ class LLM:
         """Stop counting compilations, and indexing; the rest is freed with the object."""
         self._compiles.stop()
         self.engine.close()
+        if self.adapters is not None:
+            self.adapters.close()
 
     # ------------------------------------------------------------------- prompts
 
@@ -124,12 +128,14 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
     ) -> list[RequestOutput]:
         """Continue every prompt and return the outputs in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": ids}`; `sampling_params`
-        are one for all or one for each (default: `default_sampling_params`).
+        are one for all or one for each (default: `default_sampling_params`). `adapter` is the name
+        of one that is loaded, for all prompts or for each, None: none.
         With `return_routed_experts` outputs have the experts that each token chose
         (`CompletionOutput.routed_experts`), if the setting `routed_experts` is on.
 
@@ -137,8 +143,9 @@ class LLM:
             RequestError: a prompt that cannot be served; none of the others has started then.
         """
         many = _as_list(prompts)
-        wish = {"return_routed_experts": return_routed_experts}
-        stream = self.stream(many, sampling_params, **wish)
+        stream = self.stream(
+            many, sampling_params, adapter=adapter, return_routed_experts=return_routed_experts
+        )
         done = {i: out for i, _, out in stream if out is not None}
         return [done[index] for index in range(len(many))]
 
@@ -146,25 +153,34 @@ class LLM:
         self,
         messages: Messages | Seq[Messages],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        *,
+        adapter: str | Seq[str | None] | None = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation or several; `template` are variables of the chat template."""
         conversations = _as_conversations(messages)
         ids = [self._encode_chat(each, **template) for each in conversations]
-        return self.generate([{"prompt_token_ids": each} for each in ids], sampling_params)
+        prompts: list[Prompt] = [{"prompt_token_ids": each} for each in ids]
+        return self.generate(prompts, sampling_params, adapter=adapter)
 
     def stream_chat(
-        self, messages: Messages, sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Messages,
+        sampling_params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
+        **template: Any,
     ) -> Deltas:
         """Answer one conversation as `stream` does."""
         prompt = {"prompt_token_ids": self._encode_chat(messages, **template)}
-        return self.stream([prompt], sampling_params)
+        return self.stream([prompt], sampling_params, adapter=adapter)
 
     def stream(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         *,
+        adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
     ) -> Deltas:
         """Yield (index of the prompt, new text, the output once it is complete).
@@ -174,12 +190,47 @@ class LLM:
         """
         if return_routed_experts and not self.engine.limits.keeps_notes:
             raise RequestError(NOT_TOLD, "return_routed_experts")
-        requests = self._requests(_as_list(prompts), sampling_params)
+        many = _as_list(prompts)
+        requests = self._requests(many, sampling_params, self._keys(adapter, len(many)))
         if return_routed_experts:
             requests = [(replace(request, wants_notes=True), text) for request, text in requests]
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
+
+    # ------------------------------------------------------------------ adapters
+
+    @property
+    def adapters(self) -> AdapterPool | None:
+        """The adapters that are served; None: the setting `enable_lora` is off."""
+        return self._built.adapters
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Let requests ask for an adapter in a directory, as PEFT writes them.
+
+        Raises AdapterError: it cannot be served, or there is one of this name.
+        """
+        self._pool().load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Let no further request ask for an adapter. Raises AdapterError: there is no such."""
+        self._pool().unload(name)
+
+    def _pool(self) -> AdapterPool:
+        if self.adapters is None:
+            raise AdapterError("No adapters are served: start with enable_lora.")
+        return self.adapters
+
+    def _keys(self, names: str | Seq[str | None] | None, count: int) -> list[str | None]:
+        """The adapter of each prompt, as requests have it."""
+        each = [names] * count if names is None or isinstance(names, str) else list(names)
+        if len(each) != count:
+            raise RequestError(f"There are {count} prompts but {len(each)} adapters.", "adapter")
+        keys = [name if name is None else self._pool().key_of(name) for name in each]
+        for name, key in zip(each, keys, strict=True):
+            if name is not None and key is None:
+                raise RequestError(f"There is no adapter {name!r}: load it first.", "adapter")
+        return keys
 
     # ------------------------------------------------------------------ training
 
@@ -349,6 +400,7 @@ class LLM:
         self,
         prompts: list[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
+        adapters: list[str | None],
     ) -> list[tuple[Request, str | None]]:
         """Tokenize; returns each request with its prompt's text, if it had one."""
         sampling = sampling_params or self.default_sampling_params
@@ -356,12 +408,13 @@ class LLM:
         if len(each) != len(prompts):
             raise RequestError(f"There are {len(prompts)} prompts but {len(each)} sampling_params.")
         now, requests = time.monotonic(), []
-        for prompt, params in zip(prompts, each, strict=True):
+        for prompt, params, adapter in zip(prompts, each, adapters, strict=True):
             text, ids = self._encode(prompt)
             name = f"request-{self._num_requests}"
             self._num_requests += 1
             rules = ruled((), params.n, lambda _, of=(params, ids): self._rules(*of))
-            request = Request(name, ids, params, arrival_seconds=now, constraints=tuple(rules))
+            own = {"constraints": tuple(rules), "adapter": adapter}
+            request = Request(name, ids, params, arrival_seconds=now, **own)
             requests.append((request, text))
         return requests
 

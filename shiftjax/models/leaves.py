@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -28,6 +29,10 @@ def row_product(
         return project_in(x, matrix, products, jnp.float32 if numerics.is_wide else dtype)
     leaves = _leaves_of(x, matrix, parallel.num_leaves)
     parts = [project_in(own, of_leaf, products, jnp.float32) for own, of_leaf in leaves]
+    if matrix.scale is not None and len(parts) > 1:
+        # XLA:CPU would multiply by a scale and add as one operation, which rounds once; a device
+        # with one leaf has nothing to add.
+        parts = jax.lax.optimization_barrier(parts)
     return SUMS[numerics.name].own(parts)
 
 

@@ -153,7 +153,8 @@ def test_a_request_that_moves_between_widths_keeps_its_adapter():
     built = build_tiny(directory, tp=1, fleet=True, devices=4, **lora((1, 2, 3)), max_loras=2)
     engine, policy = built.engine, Told()
     engine.topology.find(Fleet).policy = policy
-    engine.policy = RandomPolicy(0)
+    for lane in engine.lanes:
+        lane.policy = RandomPolicy(0)
     wanted = [(prompt[:24], (None, 1, 2, 3)[i % 4]) for i, prompt in enumerate(crowd(8, 8))]
     for request in (asked := requests(built, wanted)):
         engine.add_request(request)

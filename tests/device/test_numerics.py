@@ -53,6 +53,8 @@ def build(numerics: str, sizes: tuple[int, ...], model: dict, given: dict) -> Bu
 def served(built: Built, policy: Policy, prompts: list[list[int]] = PROMPTS) -> Found:
     """Tokens and log-probabilities of each prompt, all of them served together."""
     built.engine.policy = policy
+    for lane in built.engine.lanes:  # of a fleet, or of phases, each has its own
+        lane.policy = None if lane.policy is None else policy
     events = run(built.engine, prompts, [GREEDY] * len(prompts))
     return [
         [(one.token_id, one.logprob) for event in events[i, 0] for one in event.logprobs]

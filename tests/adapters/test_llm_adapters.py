@@ -1,0 +1,54 @@
+"""Adapters of the Python API."""
+
+import pytest
+from adapters_kit import adapter, expected, modules
+from engines import checkpoint
+
+from shiftjax import LLM
+from shiftjax.adapters.adapter import AdapterError
+from shiftjax.core.request import RequestError, SamplingParams
+
+FEW = {"num_hidden_layers": 1}
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 64,
+    "block_size": 4,
+    "num_blocks": 60,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "token_buckets": [16],
+    "cache_dir": "none",
+    "sp": 1,
+    "tp": 1,
+}
+PROMPTS = [[5, 17, 99], [3, 42, 7], [64, 30, 11, 150]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.mark.costs(15)
+def test_prompts_are_continued_with_the_adapters_that_are_named():
+    directory, *_ = checkpoint(**FEW)
+    llm = LLM(str(directory), enable_lora=True, lora_modules=modules(1, **FEW), **OPTIONS)
+    llm.load_adapter("second", str(adapter(2, **FEW)[0]))
+    names = [None, "a1", "second"]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], GREEDY, adapter=names)
+    for ids, seed, output in zip(PROMPTS, (None, 1, 2), outputs, strict=True):
+        assert list(output.outputs[0].token_ids) == expected(tuple(ids), seed, **FEW)
+    assert llm.num_compiles == 0 and sorted(llm.adapters.names) == ["a1", "second"]
+    llm.unload_adapter("second")
+    for wrong, words in (("second", "no adapter 'second'"), (["a1"], "3 prompts but 1 adapters")):
+        with pytest.raises(RequestError, match=words):
+            llm.generate(PROMPTS, GREEDY, adapter=wrong)
+    with pytest.raises(AdapterError, match="already"):
+        llm.load_adapter("a1", str(adapter(1, **FEW)[0]))
+    llm.close()
+
+
+def test_an_engine_without_room_says_so():
+    directory, *_ = checkpoint(**FEW)
+    llm = LLM(str(directory), **OPTIONS)
+    with pytest.raises(AdapterError, match="enable_lora"):
+        llm.load_adapter("a1", str(adapter(1, **FEW)[0]))
+    with pytest.raises(AdapterError, match="enable_lora"):
+        llm.generate([PROMPTS[0]], GREEDY, adapter="a1")
+    llm.close()
