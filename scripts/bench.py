@@ -35,7 +35,7 @@ NAMES = (
     *("step_sizes",),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}
-LABS = "call", "four_bits", "kv_positions", "numerics", "swiftkv"  # research
+LABS = "call", "four_bits", "kv_positions", "lora", "numerics", "swiftkv"  # research
 CASES |= {name: f"labs.{name}" for name in LABS}
 
 

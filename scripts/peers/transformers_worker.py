@@ -58,12 +58,18 @@ def generate(model, batch: int, prompts: list[list[int]], max_tokens: list[int])
 
 
 OPTIONS = {"--batch": (16, "unequal requests in one batch"), "--threads": (2, "of torch")}
+OPTIONS |= {"--dtype": ("bfloat16", "of weights"), "--adapter": ("", "one of PEFT's, not merged")}
 
 
 def start(args: argparse.Namespace) -> tuple[dict, Generate]:
     """Load the model."""
     torch.set_num_threads(args.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    dtype = getattr(torch, args.dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    if args.adapter:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, args.adapter)
     versions = {"version": transformers.__version__, "torch": torch.__version__}
     engine = functools.partial(generate, model.eval(), args.batch)
     return {"engine": "transformers"} | versions, engine
