@@ -1,5 +1,6 @@
 """All mutants. To add some: a row in the module of their kind, or one more module here."""
 
+from rows_adapters import ROWS as ADAPTERS
 from rows_advice import ROWS as ADVICE
 from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
@@ -25,7 +26,7 @@ from rows_time import ROWS as TIME
 from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
-    *(*ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
+    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
     *(*LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS, *ROUTING),
     *(*SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
 )
