@@ -56,13 +56,15 @@ def make_adapter(directory: Path, tensors: dict[str, tuple[int, ...]], rank: int
 
 def start_workers(arguments: argparse.Namespace) -> list[Worker]:
     """Return the engines' processes, loaded."""
+    from shiftjax.weights.convert import convert
     from shiftjax.weights.locate import open_source, resolve_model
 
     folder = Path(tempfile.mkdtemp(prefix="shiftjax-lora-"))
-    where = resolve_model(arguments.model)
+    model = str(folder / "model")  # a directory that all can read
+    convert(arguments.model, Path(model), dtype=arguments.dtype)
     shapes = {
         name: info.shape
-        for name, info in open_source(where).tensors.items()
+        for name, info in open_source(resolve_model(model)).tensors.items()
         if name.removesuffix(".weight").endswith(TARGETS)
     }
     most = max(arguments.adapters)
@@ -77,12 +79,12 @@ def start_workers(arguments: argparse.Namespace) -> list[Worker]:
             modules = ",".join(f"a{number}={paths[number]}" for number in range(count))
             own |= {"enable_lora": True, "lora_modules": modules, "max_loras": count}
             own["max_lora_rank"] = arguments.rank
-        command = [sys.executable, "shiftjax_worker.py", arguments.model]
+        command = [sys.executable, "shiftjax_worker.py", model]
         command += ["--options", json.dumps(own), "--adapters", count]
         workers.append(Worker(OURS, command, folder / f"{count}.log"))
         workers[-1].name = f"{count} adapters"
     for adapter in ("", paths[0]) if arguments.peer_python else ():
-        command = [arguments.peer_python, "transformers_worker.py", str(where.path)]
+        command = [arguments.peer_python, "transformers_worker.py", model]
         command += ["--dtype", arguments.dtype, "--adapter", adapter]
         name = "peft, 1 adapter" if adapter else "transformers"
         workers.append(Worker(name, command, folder / "peer.log"))
