@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import jax
 
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
 from shiftjax.core.limits import validate_request
@@ -282,6 +283,11 @@ class LLM:
     def deployment(self) -> Deployment:
         """What the settings came to; of phases, that of prefill."""
         return self._built.deployment
+
+    @property
+    def adapters(self) -> AdapterPool | None:
+        """Adapters that requests may ask for; None without `enable_lora`."""
+        return self._built.adapters
 
     @property
     def num_hosts(self) -> int:

@@ -36,7 +36,18 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
 }
 SCRIPTS = (
-    *("app", "chat", "charts", "draw", "fleet", "latency", "markdown", "modes", "requests"),
+    *(
+        "adapters",
+        "app",
+        "chat",
+        "charts",
+        "draw",
+        "fleet",
+        "latency",
+        "markdown",
+        "modes",
+        "requests",
+    ),
     *("server", "state"),
 )
 FILES = {

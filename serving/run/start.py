@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from serving.run.jax_log import shorten_jax_log
 from serving.server.options import ServerOptions, check_server
 from serving.server.start_phases import Phases
+from shiftjax.adapters.adapter import AdapterError
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task
 from shiftjax.options import ConfigError
@@ -138,6 +139,8 @@ def loaded(
             return shiftjax.LLM.from_config(config, phases, files, leader)
         kind = shiftjax.LLM if files.task == "generate" else shiftjax.Embedder
         return kind.from_config(config, phases, files)
+    except AdapterError as error:
+        raise ConfigError([f"lora_modules: {error}"]) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

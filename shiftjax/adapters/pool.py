@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from shiftjax.adapters.adapter import Adapter, AdapterError
 
 NO_SLOT = -1  # of a request without an adapter
+MOST_NAME = 256  # characters of a name
 LONGEST_PAUSE = 2e-3  # seconds that a turn waits for an adapter when nothing else can be done
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,9 @@ class AdapterPool:
 
         Raises AdapterError: it cannot be served, or there is another one of this name.
         """
+        if not (0 < len(name) <= MOST_NAME and name.isprintable()):
+            words = f"must be 1 to {MOST_NAME} printable characters"
+            raise AdapterError(f"The name of an adapter {words}.")
         if not replace and name in self._names:
             raise AdapterError(f"There is an adapter {name!r} already: unload it first.")
         adapter = self._read(name, path)
@@ -113,7 +117,8 @@ class AdapterPool:
             if not replace and name in self._names:
                 raise AdapterError(f"There is an adapter {name!r} already: unload it first.")
             self._names[name] = adapter.key
-            self._entries.setdefault(adapter.key, _Entry(name, adapter.key, path, adapter))
+            entry = self._entries.setdefault(adapter.key, _Entry(name, adapter.key, path, adapter))
+            entry.path, entry.adapter = path, adapter  # of an equal one that was unloaded, too
         self._trim()
         return adapter.key
 
