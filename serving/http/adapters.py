@@ -1,7 +1,7 @@
 """Adapters that come and go while it serves: vLLM's paths and texts. Off by default.
 
-They are the control key's, as `control.py` has it, and need --enable-lora; what they load lies below
---lora-folder.
+They are the control key's, as `control.py` has it, and need --enable-lora; what they load lies
+below --lora-folder.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class UnloadFields(msgspec.Struct):
 
 
 class Adapters:
-    """The adapters of a service. They are read one after the other, in threads beside the engine."""
+    """The adapters of a service, read one after the other, in threads beside the engine."""
 
     def __init__(self, service: Service):
         self._service = service

@@ -36,19 +36,8 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
 }
 SCRIPTS = (
-    *(
-        "adapters",
-        "app",
-        "chat",
-        "charts",
-        "draw",
-        "fleet",
-        "latency",
-        "markdown",
-        "modes",
-        "requests",
-    ),
-    *("server", "state"),
+    *("adapters", "app", "chat", "charts", "draw", "fleet", "latency", "markdown", "modes"),
+    *("requests", "server", "state"),
 )
 FILES = {
     "/ui": "index.html",
