@@ -38,7 +38,7 @@ from shiftjax.core.errors import RequestError
 from shiftjax.core.request import SamplingParams
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.hosts.calls import LostHostError
-from shiftjax.options import ConfigError, shown
+from shiftjax.options import ConfigError
 from shiftjax.plugins import loaded_plugins
 from shiftjax.settings import environ_beside, fault_of, make_virtual_devices
 from shiftjax.weights.locate import find_model
@@ -72,7 +72,6 @@ def run_server(
         logger.info("loaded %s", plugin)
     keys = read_keys(options)
     check_kv_events(options, config)
-    _check_names(options, config)
     check_traces(options, environ_beside())
     if config.parallel.phases is not None and options.simulate is None:
         given = f"phases = {config.parallel.phases}"
@@ -91,13 +90,6 @@ def run_server(
     faulthandler.enable()  # a library that aborts leaves at least its stack
     with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
         return runner.run(Process(config, options, keys, fault).run())
-
-
-def _check_names(options: ServerOptions, config: EngineConfig) -> None:
-    """Raise ConfigError where an adapter has a name of the model."""
-    names = names_of(options.served_model_name or config.model.model)
-    if taken := [name for name in config.lora.modules if name in names]:
-        raise ConfigError([f"lora_modules has {shown(taken[0])}, which is a name of the model"])
 
 
 def _use_all_descriptors() -> None:

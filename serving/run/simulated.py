@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serving.run.model_config import model_of
-from serving.run.start import chat_template
+from serving.run.start import chat_template, check_names
 from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.served import ServedModel
 from serving.server.start_phases import Phases
@@ -56,6 +56,7 @@ def open_simulated(
         tokenizer, model = byte_tokenizer(), replace(model, eos_token_ids=(END,))
     target = target_of(config, model, options.simulate)
     check_server(options, model, "generate")
+    check_names(config, options)
     deployment = deploy_live(target, config)
     text_ids = whole_text_ids(tokenizer, model.vocab_size)
     if not text_ids:

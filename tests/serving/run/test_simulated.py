@@ -201,7 +201,13 @@ def test_adapters_are_made_up_and_told_apart(tmp_path):
         assert metric_total(values, "shiftjax:lora_adapters_loaded") == 3
 
 
-def test_a_made_up_adapter_without_a_proper_name_ends_the_start():
-    own = {"enable_lora": True, "lora_modules": f"{'n' * 300}=/nowhere"}
-    with pytest.raises(ConfigError, match="The name of an adapter must be 1 to 256 printable"):
-        simulated(**own)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("n" * 300, "The name of an adapter must be 1 to 256 printable"),
+        ("llama-3.2-1b", "lora_modules: 'llama-3.2-1b' is a name of the model itself"),
+    ],
+)
+def test_a_made_up_adapter_without_a_proper_name_ends_the_start(name, words):
+    with pytest.raises(ConfigError, match=words):
+        simulated(enable_lora=True, lora_modules=f"{name}=/nowhere")
