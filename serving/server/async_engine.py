@@ -18,6 +18,7 @@ from serving.server.kv_events import KvEvents
 from serving.server.mode_choice import capacity_of, choice_of, step_in_flight
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
+from shiftjax.adapters.pool import AdapterState
 from shiftjax.core.cache_events import CacheFeed
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import MAX_ID_CHARACTERS, validate_request
@@ -251,9 +252,19 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
             handle = self.handles.get(event.request_id)
             if handle is not None:
                 self._apply(handle, event, turn.at)
+        self._fail_without_adapter(turn.stats)
         self._tell(lambda observer: observer.stepped(turn))
         if turn.failure is not None:
             self.lost(turn.failure)
+
+    def _fail_without_adapter(self, stats: EngineStats) -> None:
+        """End requests whose adapter has gone, as files that are to be read again may."""
+        adapters = stats.find(AdapterState)
+        if adapters is None or not adapters.lost:
+            return
+        for handle in list(self.handles.values()):
+            if handle.request.adapter in adapters.lost:
+                handle.fail(unknown_model())
 
     def _apply(self, handle: RequestHandle, event: Event, now: float) -> None:
         """Make text of an event; whatever goes wrong there ends this request alone."""

@@ -21,6 +21,7 @@ from shiftjax.adapters.adapter import Adapter, AdapterError
 
 NO_SLOT = -1  # of a request without an adapter
 MOST_NAME = 256  # characters of a name
+MOST_FAILURES = 3  # of reading an adapter again, until it is given up
 LONGEST_PAUSE = 2e-3  # seconds that a turn waits for an adapter when nothing else can be done
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,12 @@ class _Entry:
     adapter: Adapter | None  # None: to be read again
     used: int = 0  # when it was last asked for, in requests
     job: "Future[Any] | None" = None  # that reads and places it
+    num_failures: int = 0  # of such jobs, one after the other
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody tries to read it any more."""
+        return self.num_failures >= MOST_FAILURES
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class AdapterState:
     num_reads: int  # of files, again
     running: dict[str, int] = field(default_factory=dict)  # sequences by name
     waiting: dict[str, int] = field(default_factory=dict)
+    lost: Sequence[str] = ()  # keys of those that cannot be read again: who waits waits in vain
 
 
 Users = Callable[[], Iterator[tuple[str, bool]]]  # (key, whether it runs) of unfinished sequences
@@ -119,6 +127,7 @@ class AdapterPool:
             self._names[name] = adapter.key
             entry = self._entries.setdefault(adapter.key, _Entry(name, adapter.key, path, adapter))
             entry.path, entry.adapter = path, adapter  # of an equal one that was unloaded, too
+            entry.num_failures = 0
         self._trim()
         return adapter.key
 
@@ -166,7 +175,7 @@ class AdapterPool:
             return False
         assert entry.job is not None
         self._slots.write(slot, entry.job.result())
-        entry.job = None
+        entry.job, entry.num_failures = None, 0
         self._held[slot] = key
         self._promised.pop(slot, None)
         self._num_writes += 1
@@ -197,7 +206,9 @@ class AdapterPool:
             counts[name] = counts.get(name, 0) + 1
         held = [self._entries[key].name for key in self._held if key is not None]
         counters = self._num_writes, self._num_reads
-        return AdapterState(len(self._held), list(self._names), held, *counters, running, waiting)
+        lost = [each.key for each in list(self._entries.values()) if each.is_lost]
+        counts = *counters, running, waiting, lost
+        return AdapterState(len(self._held), list(self._names), held, *counts)
 
     def close(self) -> None:
         """End the thread."""
@@ -206,13 +217,24 @@ class AdapterPool:
     def _is_placed(self, entry: _Entry) -> bool:
         """Whether an adapter is on the devices, beside the slots; else it is on its way."""
         if entry.job is not None and entry.job.done() and entry.job.exception() is not None:
-            logger.warning("The adapter %s is tried again: %s", entry.name, entry.job.exception())
-            entry.job = None
+            self._count_failure(entry, entry.job.exception())
+        if entry.is_lost:
+            return False
         if entry.job is None:
             entry.job = self._thread.submit(self._bring, entry)
         if not entry.job.done() and not any(runs for _, runs in self.users()):
             wait([entry.job], LONGEST_PAUSE)
         return entry.job.done() and entry.job.exception() is None
+
+    def _count_failure(self, entry: _Entry, error: BaseException | None) -> None:
+        """Try again, or after some failures let nobody ask for the adapter any more."""
+        entry.job, entry.num_failures = None, entry.num_failures + 1
+        what = "is given up" if entry.is_lost else "is tried again"
+        logger.warning("The adapter %s %s: %s", entry.name, what, error)
+        if entry.is_lost:
+            with self._lock:
+                if self._names.get(entry.name) == entry.key:
+                    del self._names[entry.name]
 
     def _bring(self, entry: _Entry) -> Any:
         adapter = entry.adapter

@@ -397,3 +397,27 @@ def test_metrics_and_the_page(server, user):
     page = user.get("/ui/data").json()["adapters"]
     assert {page[f"num_{each}"] for each in ("slots", "in_slots", "loaded")} == {2}
     assert [row["name"] for row in page["rows"]] == ["a1", "a2"]
+
+
+def test_an_adapter_whose_files_have_gone(tmp_path):
+    """Host memory has not kept it: who asks for it hears so, and all else goes on."""
+    shutil.copytree(adapter(3, **BYTES)[0], tmp_path / "third")
+    own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8, "max_cpu_loras": 1}
+    own |= {"lora_modules": f"{modules(1, **BYTES)},a3={tmp_path / 'third'}"}
+    built = build_tiny(checkpoint(**BYTES)[0], sp=1, tp=1, whole=True, **own)
+    pool = pool_of(built)
+    with (
+        running_server(built.engine, adapters=pool, grpc=False) as running,
+        running.client() as client,
+    ):
+        assert said(client, "a3") == expected(PROMPT, 3, NUM, **BYTES)
+        assert said(client, "a1") == right(PROMPT, "a1")
+        shutil.move(tmp_path / "third", tmp_path / "away")
+        for _ in range(2):
+            is_error(client.post(COMPLETION, json={"model": "a3", "prompt": [1]}), 404, "model")
+        assert said(client, "a1") == right(PROMPT, "a1")
+        running.assert_quiescent()
+        assert [*pool.names] == ["a1"] and pool.told().lost == []
+        shutil.move(tmp_path / "away", tmp_path / "third")
+        pool.load("a3", str(tmp_path / "third"))
+        assert said(client, "a3") == expected(PROMPT, 3, NUM, **BYTES)
