@@ -13,6 +13,8 @@ from kit import CHAT, COMPLETION, USER, is_error, metric_total, metric_values, r
 from serving.http.adapters import PATHS
 from serving.proto import shiftjax_pb2 as pb
 from serving.proto import shiftjax_pb2_grpc as pb_grpc
+from shiftjax.adapters.pool import AdapterState
+from shiftjax.adapters.state_told import metrics
 
 LOAD, UNLOAD = PATHS
 KEY, CONTROL = "sk-user", "sk-trainer"
@@ -397,6 +399,16 @@ def test_metrics_and_the_page(server, user):
     page = user.get("/ui/data").json()["adapters"]
     assert {page[f"num_{each}"] for each in ("slots", "in_slots", "loaded")} == {2}
     assert [row["name"] for row in page["rows"]] == ["a1", "a2"]
+
+
+def test_names_write_no_lines_of_metrics():
+    name = 'a"} 1\\x{b="'
+    state = AdapterState(1, [name], [], 0, 0, running={name: 1})
+    with running_server(grpc=False) as running, running.client() as client:
+        running.service.metrics.collectors.append(lambda: metrics(state, clock=lambda: 7.5))
+        found = {key: value for key, value in metric_values(client).items() if "lora_re" in key[0]}
+        ((_, labels),) = found
+        assert dict(labels)["running_lora_adapters"] == name and [*found.values()] == [7.5]
 
 
 def test_an_adapter_whose_files_have_gone(tmp_path):
