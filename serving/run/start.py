@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from serving.run.jax_log import shorten_jax_log
 from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.start_phases import Phases
-from shiftjax.adapters.adapter import AdapterError
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task
 from shiftjax.options import ConfigError, shown
@@ -145,6 +144,7 @@ def loaded(
     config: EngineConfig, files: "ModelFiles", phases: Phases, leader: "Leader | None" = None
 ) -> Any:
     """Load what the files hold; `leader`: on several hosts. Raises StartError, ConfigError."""
+    from shiftjax.adapters.adapter import AdapterError
     from shiftjax.core.errors import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
