@@ -333,7 +333,17 @@ class LLM:
                     raise RequestError("The engine is paused or sleeps: resume or wake it up.")
                 self._lock.wait()
             events, self._backlog = self._backlog, []
+            if self.adapters is not None:
+                events += self._without_lost(self.adapters)
             return events or self.engine.step(time.monotonic())
+
+    def _without_lost(self, pool: AdapterPool) -> list[Event]:
+        """End requests whose adapter was dropped, and can be read no more."""
+        if not (lost := pool.lost):
+            return []
+        gone = {request for request, _ in self.engine.unfinished() if request.adapter in lost}
+        ended = [event for each in gone for event in self.engine.abort(each.request_id)]
+        return [replace(event, error="The adapter cannot be read any more.") for event in ended]
 
     # ------------------------------------------------------------------ states
 

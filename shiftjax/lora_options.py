@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 
 from shiftjax.options import option, shown
 
@@ -89,6 +90,11 @@ class LoraOptions:
     def modules(self) -> dict[str, str]:
         """Paths of the adapters that are there from the start, by name."""
         return parse_modules(self.lora_modules) if self.lora_modules else {}
+
+    @property
+    def folder(self) -> Path | None:
+        """Where adapters may be loaded from while it serves; None: nowhere."""
+        return Path(self.lora_folder).expanduser() if self.lora_folder else None
 
     @property
     def num_slots(self) -> int:

@@ -66,7 +66,7 @@ async def _failures_of_all(
     model, template = files.source.config, chat_template(files.tokenizer, server)
     longest = longest_context(model, config.model.max_model_len)
     limits = RequestLimits(model.vocab_size, longest, num_kv_tokens=NO_LIMIT)
-    names = names_of(server.served_model_name or config.model.model)
+    names = *names_of(server.served_model_name or config.model.model), *config.lora.modules
     failures: list[Failure] = []
     with ThreadPoolExecutor(TEXT_THREADS) as threads:
         texts = Texts(files.tokenizer, template, longest, threads)

@@ -9,6 +9,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serving.http.adapters import PATHS as ADAPTER_PATHS
+from serving.http.adapters import adapter_routes
 from serving.http.background import InBackground
 from serving.http.batches import batch_routes, run_batches
 from serving.http.cache import LOCAL, cache_routes
@@ -45,13 +47,15 @@ def make_app(
 ) -> ASGIApp:
     """The application, guarded. `keys` are the API keys; none: no key is needed.
 
-    `control_keys` are those of the paths that hold and change the engine; none: there are none.
+    `control_keys` are those of the paths that hold and change the engine and its adapters; none:
+    there are no such paths.
     """
     # A redirect to a path with a slash would repeat what the Host header says.
-    routes = [*all_routes(service, has_keys=bool(keys)), *control_routes(service, control_keys)]
+    controls = *control_routes(service, control_keys), *adapter_routes(service, control_keys)
+    routes = [*controls, *all_routes(service, has_keys=bool(keys))]
     app = Router(routes, redirect_slashes=False)
     is_local = service.options.host in LOCAL
-    own = dict.fromkeys(CONTROLS, control_keys) if control_keys else {}
+    own = dict.fromkeys((*CONTROLS, *ADAPTER_PATHS), control_keys) if control_keys else {}
     guard = Guard(app, keys, LOOPBACK if is_local else None, service.refuse, own)
     return reachable(guard, service.options)
 

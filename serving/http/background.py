@@ -59,7 +59,8 @@ class InBackground:
             wish, _ = await self._service.count(read_response, exchange.values)
         except ServeError as error:
             raise renamed(error, NAMES) from None
-        model = self._service.model_named(wish.fields.model).name
+        called = wish.fields.model
+        model = self._service.model_named(called).answers_as(called)
         name = wish.fields.request_id or request_id
         response = response_of(Generation(name, wish, model, []), "queued")
         await talks.background.begin(owner, response, values)

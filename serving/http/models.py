@@ -28,9 +28,9 @@ def model_routes(service: Service) -> list[Described]:
         model, _ = service.running()
         if VERSION_HEADER in request.headers:
             return _json(
-                _page([_of_anthropic(service, n) for n in model.names], request.query_params)
+                _page([_of_anthropic(service, n) for n in model.called()], request.query_params)
             )
-        return _json({"object": "list", "data": [_of_openai(service, n) for n in model.names]})
+        return _json({"object": "list", "data": [_of_openai(service, n) for n in model.called()]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["id"]
@@ -46,13 +46,15 @@ def model_routes(service: Service) -> list[Described]:
 
 def _of_openai(service: Service, name: str) -> Json:
     model, engine = service.running()
+    adapters = {} if model.adapters is None or name in model.names else model.adapters.names
+    path = adapters.get(name)
     told = {
         "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "shiftjax",
-        "root": model.name,
-        "parent": None,
+        "root": path or model.name,
+        "parent": model.name if path else None,
         "max_model_len": engine.request_limits.max_model_len,
         "task": model.task,
         "default_sampling_params": dict(model.defaults),

@@ -36,8 +36,8 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
 }
 SCRIPTS = (
-    *("app", "chat", "charts", "draw", "fleet", "latency", "markdown", "modes", "requests"),
-    *("server", "state"),
+    *("adapters", "app", "chat", "charts", "draw", "fleet", "latency", "markdown", "modes"),
+    *("requests", "server", "state"),
 )
 FILES = {
     "/ui": "index.html",

@@ -125,7 +125,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
     @method
     async def GetModel(self, request: pb.GetModelRequest, context: aio.ServicerContext) -> pb.Model:
-        """The model of a name; the empty name is the one there is."""
+        """The model of a name; the empty name is the one without an adapter."""
         model = self._service.model_named(request.model or None)
         return self._model(model, request.model or model.name)
 
@@ -133,9 +133,9 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: aio.ServicerContext
     ) -> pb.ListModelsResponse:
-        """Every name of the model."""
+        """Every name of the model, and those of its adapters."""
         model, _ = self._service.running()
-        return pb.ListModelsResponse(models=[self._model(model, name) for name in model.names])
+        return pb.ListModelsResponse(models=[self._model(model, name) for name in model.called()])
 
     # ------------------------------------------------------------------ inside
 

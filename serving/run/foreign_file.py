@@ -9,6 +9,7 @@ import yaml
 
 from serving.run import foreign_flags, speculative_config
 from serving.run.foreign_flags import is_foreign
+from serving.run.foreign_table import MODULES
 from serving.server.options import SERVER_SETTINGS
 from shiftjax.config import CONTROLS, SETTINGS
 from shiftjax.options import ConfigError, Setting, from_text
@@ -85,6 +86,9 @@ def _words(name: str, value: Any) -> list[str]:
     flag = name.replace("_", "-")
     if isinstance(value, bool) or value is None:
         return ["--" + flag] if value is not False else ["--no-" + flag]
+    if isinstance(value, list) and "--" + flag in MODULES:
+        words = (each if isinstance(each, str) else json.dumps(each) for each in value)
+        return ["--" + flag, *words]
     if isinstance(value, list) and all(isinstance(each, (str, int, float)) for each in value):
         return [f"--{flag}={','.join(map(str, value))}"]
     return [f"--{flag}={value if isinstance(value, (str, int, float)) else json.dumps(value)}"]

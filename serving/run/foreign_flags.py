@@ -75,7 +75,13 @@ def translated(argv: Sequence[str], known: Collection[str]) -> Translated:
         name, equals, value = word.partition("=")
         name = _spelled(name, known)
         taken = [value] if equals else []
-        if is_foreign(name):
+        if name in table.MODULES:
+            follows = taken or words[:1]
+            del words[: 0 if taken else 1]
+            while words and _is_module(words[0]):
+                follows.append(words.pop(0))
+            found.argv.extend([table.MODULES[0], *([_modules(follows)] if follows else [])])
+        elif is_foreign(name):
             if not taken and not _is_switch(name) and words and not words[0].startswith("--"):
                 taken = [words.pop(0)]
             _translate(name, taken, known, found)
@@ -166,6 +172,33 @@ def _listed(text: str) -> str:
     """The entries of a JSON list of texts with commas; any other text as it is."""
     values = _json(text)
     return ",".join(map(str, values)) if isinstance(values, list) else text
+
+
+def _is_module(word: str) -> bool:
+    """Whether a word behind adapters is one more of them: NAME=PATH, or JSON."""
+    return not word.startswith("-") and ("=" in word or word.startswith(("{", "[")))
+
+
+def _modules(words: Sequence[str]) -> str:
+    """Adapters as our setting has them; others write a word or an object for each."""
+    entries: list[Any] = []
+    for word in words:
+        value = _json(word) if word.startswith(("{", "[")) else None
+        entries.extend(value if isinstance(value, list) else [value or word])
+    if not any(isinstance(each, dict) for each in entries):
+        return ",".join(map(str, entries))
+    return json.dumps([_module(each) for each in entries])
+
+
+def _module(entry: Any) -> Any:
+    """An object with the name and the path of an adapter; SGLang has other names for them."""
+    if isinstance(entry, str):
+        name, _, path = entry.partition("=")
+        return {"name": name, "path": path}
+    if not isinstance(entry, dict):
+        return entry
+    renamed = {"lora_name": "name", "lora_path": "path"}
+    return {renamed.get(key, key): value for key, value in entry.items()}
 
 
 def _is_switch(name: str) -> bool:

@@ -26,6 +26,9 @@ ALIASES = {
     "--dist-init-addr=": "--coordinator",
     "--context-length=": "--max-model-len",
     "--model-path=": "--model",
+    "--lora-paths=": "--lora-modules",
+    "--max-loras-per-batch=": "--max-loras",
+    "--max-loaded-loras=": "--max-cpu-loras",
     "--tokenizer-path=": "--tokenizer",
     "--random-seed=": "--seed",
     "--max-running-requests=": "--max-num-seqs",
@@ -74,6 +77,7 @@ VALUES = {
 }
 # vLLM takes several words or a JSON list; a setting here has commas.
 LISTS = ("--served-model-name", "--allowed-origins")
+MODULES = ("--lora-modules", "--lora-paths")  # several words, or JSON objects, too
 MOST = {"--max-logprobs": MAX_LOGPROBS}  # a larger value is this one, and told of
 SIZES = {"--kv-offloading-size": "--host-memory"}  # GiB
 
@@ -127,6 +131,8 @@ IGNORED = {
         "--max-num-partial-prefills= --max-long-partial-prefills= "
         "--long-prefill-token-threshold= --prefill-schedule-interval= --scheduler-reserve-full-isl"
     ),
+    "adapters have the numbers of activations": "--lora-dtype auto",
+    "factors of adapters are always split as the weights that they change": "--fully-sharded-loras",
     "there is one block manager": "--use-v2-block-manager --disable-hybrid-kv-cache-manager",
     "blocks are found by BLAKE2b": "--prefix-caching-hash-algo= --prefix-match-unit=",
     "layers that reuse KV are known by the checkpoint": "--kv-sharing-fast-prefill",
@@ -195,12 +201,11 @@ IGNORED = {
 }
 # What to use instead of a flag that is refused: the flags. Of NAME VALUE that value alone is.
 REFUSED = {
-    "adapters are not served: merge them into the checkpoint": (
-        "--enable-lora --lora-modules= --lora-paths= --max-loras= --max-lora-rank= "
-        "--max-cpu-loras= --lora-dtype= --enable-tower-connector-lora --fully-sharded-loras "
-        "--lora-target-modules= --default-mm-loras= --specialize-active-lora "
-        "--enable-mixed-moe-lora-format --enable-moe-shared-loras"
-    ),
+    "adapters have the numbers of activations, as --dtype says": "--lora-dtype=",
+    "adapters may change all matrices that they can": "--lora-target-modules=",
+    "adapters change texts alone": "--enable-tower-connector-lora --default-mm-loras=",
+    "use --lora-experts": "--enable-mixed-moe-lora-format --enable-moe-shared-loras",
+    "all slots of adapters are compiled": "--specialize-active-lora",
     "models with images, audio or video are not served": (
         "--enable-multimodal --enable-mm-embeds --mm-encoder-only"
     ),

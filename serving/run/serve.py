@@ -350,6 +350,8 @@ def served_model(llm: "LLM", options: ServerOptions) -> ServedModel:
         attention=stats["attention"],
         defaults=llm.sampling_defaults,
         targets=llm.deployment.targets,
+        adapters=llm.adapters,
+        adapter_folder=llm.deployment.lora.folder,
     )
 
 

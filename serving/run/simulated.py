@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from serving.run.model_config import model_of
-from serving.run.start import chat_template
+from serving.run.start import chat_template, check_names
 from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.served import ServedModel
 from serving.server.start_phases import Phases
+from shiftjax.adapters.adapter import AdapterError
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
 from shiftjax.options import ConfigError
@@ -54,11 +56,15 @@ def open_simulated(
         tokenizer, model = byte_tokenizer(), replace(model, eos_token_ids=(END,))
     target = target_of(config, model, options.simulate)
     check_server(options, model, "generate")
+    check_names(config, options)
     deployment = deploy_live(target, config)
     text_ids = whole_text_ids(tokenizer, model.vocab_size)
     if not text_ids:
         raise ConfigError([f"{model.name}: none of its tokenizer's tokens is text by itself"])
-    engine = live_engine(target, deployment, text_ids)
+    try:
+        engine = live_engine(target, deployment, text_ids)
+    except AdapterError as error:
+        raise ConfigError([f"lora_modules: {error}"]) from None
     cache = engine.lanes[0].scheduler.config
     machine = target.machine.name
     info = {
@@ -75,6 +81,10 @@ def open_simulated(
     chosen = config.model.generation_config, config.model.override_generation_config
     defaults = sampling_defaults(*chosen, _directory(config))
     told = {"simulated": machine, "defaults": defaults, "targets": deployment.targets}
+    if deployment.lora.num_slots:
+        adapters = engine.limits.adapters
+        assert isinstance(adapters, AdapterPool)
+        told |= {"adapters": adapters, "adapter_folder": deployment.lora.folder}
     served = ServedModel(names, tokenizer, template, info, **told)
     return Simulated(engine, served)
 

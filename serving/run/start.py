@@ -1,14 +1,15 @@
 """Starting an engine with something to look at meanwhile."""
 
 import resource
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serving.run.jax_log import shorten_jax_log
-from serving.server.options import ServerOptions, check_server
+from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task
-from shiftjax.options import ConfigError
+from shiftjax.options import ConfigError, shown
 
 if TYPE_CHECKING:
     from shiftjax.embedder import Embedder
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from shiftjax.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 1 << 20  # characters of a chat template in a file
+CONFIG = "adapter_config.json"  # of an adapter
 LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
 
 
@@ -63,9 +65,26 @@ def look(
     if phases is not None:
         phases("open", 0, 1)
     files = open_files(config, task)
+    check_adapters(config)
     if server is not None:
+        check_names(config, server)
         check_server(server, files.source.config, files.task)
     return files
+
+
+def check_adapters(config: EngineConfig) -> None:
+    """Raise ConfigError for an adapter that is not there; all else is known when it is read."""
+    for name, path in config.lora.modules.items():
+        if not Path(path, CONFIG).is_file():
+            words = f"{shown(path)} is no directory with an {CONFIG}"
+            raise ConfigError([f"lora_modules: {shown(name)}: {words}"])
+
+
+def check_names(config: EngineConfig, server: ServerOptions) -> None:
+    """Raise ConfigError where an adapter has a name of the model."""
+    names = names_of(server.served_model_name or config.model.model)
+    if taken := [name for name in config.lora.modules if name in names]:
+        raise ConfigError([f"lora_modules: {shown(taken[0])} is a name of the model itself"])
 
 
 def look_for_server(
@@ -125,6 +144,7 @@ def loaded(
     config: EngineConfig, files: "ModelFiles", phases: Phases, leader: "Leader | None" = None
 ) -> Any:
     """Load what the files hold; `leader`: on several hosts. Raises StartError, ConfigError."""
+    from shiftjax.adapters.adapter import AdapterError
     from shiftjax.core.errors import is_out_of_memory
     from shiftjax.settings import make_virtual_devices
 
@@ -138,6 +158,8 @@ def loaded(
             return shiftjax.LLM.from_config(config, phases, files, leader)
         kind = shiftjax.LLM if files.task == "generate" else shiftjax.Embedder
         return kind.from_config(config, phases, files)
+    except AdapterError as error:
+        raise ConfigError([f"lora_modules: {error}"]) from None
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

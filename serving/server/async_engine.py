@@ -12,12 +12,13 @@ from typing import Protocol
 from serving.server.async_requests import AsyncRequests, Watches
 from serving.server.bottleneck import StepInFlight
 from serving.server.engine_thread import EngineThread, Turn
-from serving.server.errors import ServeError, internal_error
+from serving.server.errors import ServeError, internal_error, unknown_model
 from serving.server.handle import RequestHandle
 from serving.server.kv_events import KvEvents
 from serving.server.mode_choice import capacity_of, choice_of, step_in_flight
 from serving.server.options import ServerOptions
 from serving.server.waiting import Place, Waits
+from shiftjax.adapters.pool import AdapterState
 from shiftjax.core.cache_events import CacheFeed
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import MAX_ID_CHARACTERS, validate_request
@@ -153,11 +154,19 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         for request, prompt, size in zip(requests, prompts, sizes, strict=True):
             handle = self._accept(request, prompt, streams, visible)
             self._submitted[self._thread.num_posted + 1] = size
-            self._thread.post(partial(Engine.admit, request=handle.request))
+            self._thread.post(partial(self._admit, handle=handle))
             if timeout is not None:
                 handle.expire_at(self._loop, self._loop.time() + timeout)
             handles.append(handle)
         return handles
+
+    def _admit(self, engine: Engine, handle: RequestHandle) -> None:
+        """Admit a request on the engine's thread, whose adapter may have gone meanwhile."""
+        request = handle.request
+        if request.adapter is None or request.adapter in engine.limits.adapters:
+            engine.admit(request)
+        else:
+            self._loop.call_soon_threadsafe(handle.fail, unknown_model())
 
     def _accept(
         self, request: Request, prompt: str | None, streams: bool, visible: frozenset[int]
@@ -243,9 +252,19 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
             handle = self.handles.get(event.request_id)
             if handle is not None:
                 self._apply(handle, event, turn.at)
+        self._fail_without_adapter(turn.stats)
         self._tell(lambda observer: observer.stepped(turn))
         if turn.failure is not None:
             self.lost(turn.failure)
+
+    def _fail_without_adapter(self, stats: EngineStats) -> None:
+        """End requests whose adapter has gone, as files that are to be read again may."""
+        adapters = stats.find(AdapterState)
+        if adapters is None or not adapters.lost:
+            return
+        for handle in list(self.handles.values()):
+            if handle.request.adapter in adapters.lost:
+                handle.fail(unknown_model())
 
     def _apply(self, handle: RequestHandle, event: Event, now: float) -> None:
         """Make text of an event; whatever goes wrong there ends this request alone."""
@@ -343,4 +362,6 @@ def _validate(request: Request, engine: Engine) -> None:
     try:
         validate_request(request, engine.limits)
     except RequestError as error:
+        if error.field == "adapter":  # it was unloaded while the prompt became tokens
+            raise unknown_model() from None
         raise ServeError("invalid", str(error), code=error.code, param=error.field) from None

@@ -101,6 +101,12 @@ def invalid(field: str, description: str, code: str | None = None) -> ServeError
     return ServeError("invalid", message, code=code, violations=[Violation(field, description)])
 
 
+def unknown_model() -> ServeError:
+    """The error for the name of a model, or of an adapter, that is not there."""
+    message = "There is no such model; see /v1/models."
+    return ServeError("not_found", message, param="model", code="model_not_found")
+
+
 def internal_error() -> ServeError:
     """What the outside hears of a bug."""
     return ServeError("internal", "The server failed to process this request.")

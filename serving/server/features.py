@@ -6,6 +6,8 @@ from typing import Any
 from serving.server import kv_events
 from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
+from shiftjax.adapters import state_told
+from shiftjax.adapters.pool import AdapterState
 from shiftjax.core.stats import EngineStats
 from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
@@ -32,6 +34,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from resharding.metrics(stats.find(ReshardingState))
     yield from size_stats.metrics(stats.find(SizeStats))
     yield from routing_history.metrics(stats.find(RoutingState))
+    yield from state_told.metrics(stats.find(AdapterState))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
 
@@ -40,8 +43,9 @@ def page_parts(stats: EngineStats) -> dict[str, Any]:
     """What the page shows of each, as plain values by its name; None: it is off."""
     drafts, fleet = stats.find(DraftStats), stats.find(FleetState)
     sizes, told = stats.find(TargetStats), stats.find(SizeStats)
-    routing = stats.find(RoutingState)
+    routing, adapters = stats.find(RoutingState), stats.find(AdapterState)
     return {
+        "adapters": None if adapters is None else state_told.page_part(adapters),
         "drafts": None if drafts is None else drafts.by_drafter,
         "experts": None if routing is None else routing_history.page_part(routing),
         "fleet": None if fleet is None else fleet_state.page_part(fleet),

@@ -16,7 +16,7 @@ class Refused(NamedTuple):
 
 
 _STRUCTURED = "use structured_outputs.{}"
-_ADAPTERS = "adapters are not served: merge them into the checkpoint"
+_ADAPTERS = "put the name of the adapter into model"
 _SAMPLING = "use top_k, top_p or min_p"
 _IMAGES = "texts alone are served"
 _TRANSFER = "prefill and decode run on the same devices"

@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from serving.server.formats.pieces import Parser, PlainParser
 from serving.server.handle import RequestHandle
 from serving.server.schema import Wish
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.targets import NO_TARGETS, Targets
 from shiftjax.text.chat import ChatTemplate
 from shiftjax.text.embedding_inputs import InputReader
@@ -30,6 +32,8 @@ class ServedModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of sampling, by field
     targets: Targets = NO_TARGETS  # of latency
     simulated: str = ""  # the machine that its devices are simulated of; "": they are real
+    adapters: AdapterPool | None = None  # each is a model, too; None: there are none
+    adapter_folder: Path | None = None  # from which others may be loaded
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -41,6 +45,24 @@ class ServedModel:
     def name(self) -> str:
         """The name in responses."""
         return self.names[0]
+
+    def adapter_of(self, name: str | None) -> str | None:
+        """The key of the adapter that a request means by a name; None: the model without one."""
+        if self.adapters is None or name is None or name in self.names:
+            return None
+        return self.adapters.key_of(name)
+
+    def is_called(self, name: str) -> bool:
+        """Whether requests may call it so, or one of its adapters."""
+        return name in self.names or self.adapter_of(name) is not None
+
+    def answers_as(self, name: str | None) -> str:
+        """The name in responses to those that call it so."""
+        return name if name is not None and name not in self.names else self.name
+
+    def called(self) -> tuple[str, ...]:
+        """All names as which requests may call it now; the last are those of adapters."""
+        return self.names if self.adapters is None else (*self.names, *self.adapters.names)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine, Observer
 from serving.server.dialogue import Dialogue
 from serving.server.embedding_metrics import EmbeddingMetrics
-from serving.server.errors import ServeError, invalid
+from serving.server.errors import ServeError, invalid, unknown_model
 from serving.server.features import feature_metrics
 from serving.server.fields import ChatFields, DetokenizeFields, TokenizeFields
 from serving.server.grammar import Grammars
@@ -175,11 +175,10 @@ class Service:
         return self.prompts.dialogue
 
     def model_named(self, name: str | None) -> ServedModel:
-        """The model of this name; None is the only one there is."""
+        """The model of this name, or with the adapter of this name; None is it without one."""
         model, _ = self.running()
-        if name is not None and name not in model.names:
-            message = "There is no such model; see /v1/models."
-            raise ServeError("not_found", message, param="model", code="model_not_found")
+        if name is not None and not model.is_called(name):
+            raise unknown_model()
         return model
 
     # ------------------------------------------------------------------ generations
@@ -238,6 +237,7 @@ class Service:
     ) -> Generation:
         arrival, fields = time.monotonic(), wish.fields
         model = self.model_named(fields.model)
+        adapter = model.adapter_of(fields.model)
         if timeout is not None and timeout <= 0:
             raise ServeError("deadline", "The deadline had passed when the request came.")
         check_server_limits(wish, self.options)
@@ -261,6 +261,7 @@ class Service:
                 priority=wish.priority,
                 min_width=wish.min_width,
                 wants_notes=wants_experts(wish, len(ids), engine.request_limits),
+                adapter=adapter,
                 cache_salt=fields.cache_salt,
                 constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
                 prediction=prediction,
@@ -274,7 +275,7 @@ class Service:
         handles = engine.submit(requests, texts, streams=streams, timeout=rest, visible=visible)
         if fields.timeline:
             handles[0].keep_modes()
-        return Generation(name, wish, model.name, handles, parser)
+        return Generation(name, wish, model.answers_as(fields.model), handles, parser)
 
     async def _constrain(
         self, wish: Wish, prompts: Sequence[tuple[str | None, Sequence[int]]]

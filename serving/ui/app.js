@@ -1,6 +1,7 @@
 // The page of a ShiftJAX server: a chat, and what the engine does. No outside requests.
 
 import { $, fetchData } from "./server.js";
+import { adapters } from "./adapters.js";
 import * as chart from "./charts.js";
 import * as chat from "./chat.js";
 import * as fleet from "./fleet.js";
@@ -78,6 +79,7 @@ function draw(data) {
   $("model").textContent = data.model.name;
   $("mesh").textContent = data.model.mesh;
   fleet.strip(data);
+  adapters(data);
   chart.charts(data);
   tiles(data);
   requests(data);

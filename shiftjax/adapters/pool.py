@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from shiftjax.adapters.adapter import Adapter, AdapterError
 
 NO_SLOT = -1  # of a request without an adapter
+MOST_NAME = 256  # characters of a name
+MOST_FAILURES = 3  # of reading an adapter again, until it is given up
 LONGEST_PAUSE = 2e-3  # seconds that a turn waits for an adapter when nothing else can be done
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,12 @@ class _Entry:
     adapter: Adapter | None  # None: to be read again
     used: int = 0  # when it was last asked for, in requests
     job: "Future[Any] | None" = None  # that reads and places it
+    num_failures: int = 0  # of such jobs, one after the other
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nobody tries to read it any more."""
+        return self.num_failures >= MOST_FAILURES
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,7 @@ class AdapterState:
     num_reads: int  # of files, again
     running: dict[str, int] = field(default_factory=dict)  # sequences by name
     waiting: dict[str, int] = field(default_factory=dict)
+    lost: Sequence[str] = ()  # keys of those that cannot be read again: who waits waits in vain
 
 
 Users = Callable[[], Iterator[tuple[str, bool]]]  # (key, whether it runs) of unfinished sequences
@@ -106,6 +115,9 @@ class AdapterPool:
 
         Raises AdapterError: it cannot be served, or there is another one of this name.
         """
+        if not (0 < len(name) <= MOST_NAME and name.isprintable()):
+            words = f"must be 1 to {MOST_NAME} printable characters"
+            raise AdapterError(f"The name of an adapter {words}.")
         if not replace and name in self._names:
             raise AdapterError(f"There is an adapter {name!r} already: unload it first.")
         adapter = self._read(name, path)
@@ -113,7 +125,9 @@ class AdapterPool:
             if not replace and name in self._names:
                 raise AdapterError(f"There is an adapter {name!r} already: unload it first.")
             self._names[name] = adapter.key
-            self._entries.setdefault(adapter.key, _Entry(name, adapter.key, path, adapter))
+            entry = self._entries.setdefault(adapter.key, _Entry(name, adapter.key, path, adapter))
+            entry.path, entry.adapter = path, adapter  # of an equal one that was unloaded, too
+            entry.num_failures = 0
         self._trim()
         return adapter.key
 
@@ -131,6 +145,13 @@ class AdapterPool:
         """Paths of the adapters that requests may ask for, by name."""
         with self._lock:
             return {name: self._entries[key].path for name, key in self._names.items()}
+
+    @property
+    def lost(self) -> list[str]:
+        """Keys of adapters that cannot be read again: who waits for one waits in vain."""
+        with self._lock:
+            lost = [each.key for each in self._entries.values() if each.is_lost]
+            return [key for key in lost if key not in self._held]
 
     def key_of(self, name: str) -> str | None:
         """Return what requests call the adapter of a name; None: there is none."""
@@ -161,7 +182,7 @@ class AdapterPool:
             return False
         assert entry.job is not None
         self._slots.write(slot, entry.job.result())
-        entry.job = None
+        entry.job, entry.num_failures = None, 0
         self._held[slot] = key
         self._promised.pop(slot, None)
         self._num_writes += 1
@@ -192,7 +213,8 @@ class AdapterPool:
             counts[name] = counts.get(name, 0) + 1
         held = [self._entries[key].name for key in self._held if key is not None]
         counters = self._num_writes, self._num_reads
-        return AdapterState(len(self._held), list(self._names), held, *counters, running, waiting)
+        counts = *counters, running, waiting, self.lost
+        return AdapterState(len(self._held), list(self._names), held, *counts)
 
     def close(self) -> None:
         """End the thread."""
@@ -201,13 +223,24 @@ class AdapterPool:
     def _is_placed(self, entry: _Entry) -> bool:
         """Whether an adapter is on the devices, beside the slots; else it is on its way."""
         if entry.job is not None and entry.job.done() and entry.job.exception() is not None:
-            logger.warning("The adapter %s is tried again: %s", entry.name, entry.job.exception())
-            entry.job = None
+            self._count_failure(entry, entry.job.exception())
+        if entry.is_lost:
+            return False
         if entry.job is None:
             entry.job = self._thread.submit(self._bring, entry)
         if not entry.job.done() and not any(runs for _, runs in self.users()):
             wait([entry.job], LONGEST_PAUSE)
         return entry.job.done() and entry.job.exception() is None
+
+    def _count_failure(self, entry: _Entry, error: BaseException | None) -> None:
+        """Try again, or after some failures let nobody ask for the adapter any more."""
+        entry.job, entry.num_failures = None, entry.num_failures + 1
+        what = "is given up" if entry.is_lost else "is tried again"
+        logger.warning("The adapter %s %s: %s", entry.name, what, error)
+        if entry.is_lost:
+            with self._lock:
+                if self._names.get(entry.name) == entry.key:
+                    del self._names[entry.name]
 
     def _bring(self, entry: _Entry) -> Any:
         adapter = entry.adapter

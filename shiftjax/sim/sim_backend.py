@@ -3,7 +3,10 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
+from shiftjax.adapters.adapter import Adapter
+from shiftjax.adapters.pool import AdapterPool, NoDevices
 from shiftjax.assembly import Drafter, Groups, Started, assemble
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
@@ -73,13 +76,15 @@ class SimulatedBackend:
             return Started(
                 groups, exchange=CostExchange(target, by_phase, self.runners, self.clock)
             )
+        adapters = _adapters(sized[0])
         if not sized[0].widths:
-            return Started(groups)
+            return Started(groups, adapters=adapters)
         machine, host_seconds = target.machine, target.engine.host(0, 2)
         if sized[0].policy_class.is_simulated:
             machine, host_seconds = _free(machine), 0.0
         costs = move_costs(sized[0], machine)
-        return Started(groups, mover=CostMover(costs, self.clock, units[0], host_seconds))
+        mover = CostMover(costs, self.clock, units[0], host_seconds)
+        return Started(groups, mover=mover, adapters=adapters)
 
     def _groups(self, deployment: Deployment, units: Units, stored: Stored) -> Groups:
         target = self.target
@@ -139,6 +144,22 @@ def make_engine(
             moves = fleet.policy.moves._replace(machine=_free(target.machine))
             fleet.policy = replace(fleet.policy, moves=moves, margin=0.0, hold_switches=0.0)
     return engine, backend.runners
+
+
+def _adapters(deployment: Deployment) -> AdapterPool | None:
+    """Adapters that are made up: names alone, each of the largest rank. Nothing is read."""
+    lora = deployment.lora
+    if not lora.num_slots:
+        return None
+
+    def make_up(name: str, path: str) -> Adapter:
+        return Adapter(name, path, blake2b(path.encode()).hexdigest(), lora.max_lora_rank, {})
+
+    pool = AdapterPool(lora.num_slots, make_up, NoDevices(), lora.max_cpu_loras)
+    for name, path in lora.modules.items():
+        pool.load(name, path)
+    pool.fill()
+    return pool
 
 
 def _free(machine: Machine) -> Machine:

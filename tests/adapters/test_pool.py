@@ -154,6 +154,7 @@ def test_an_adapter_whose_file_has_changed_is_not_taken_for_the_one_that_was_loa
     for _ in range(20):
         assert world.turn() == []
     assert key not in world.slots.held.values()
+    assert world.pool.lost == [key] and world.pool.key_of("a") is None
 
 
 def test_names_are_unique_until_they_are_unloaded():

@@ -24,6 +24,7 @@ from serving.server.kv_events import KvEvents
 from serving.server.served import ServedModel
 from serving.server.service import Service
 from serving.traces.plug import plug_traces
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Lane
 from shiftjax.core.limits import RequestLimits
@@ -196,6 +197,8 @@ def running_server(
     kv_events: KvEvents | None = None,
     rollouts: Rollouts | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    adapters: AdapterPool | None = None,
+    adapter_folder: Path | None = None,
     grammar_timeout: float = 60.0,  # a busy machine shall not change answers
     **options,
 ) -> Iterator[Running]:
@@ -213,7 +216,7 @@ def running_server(
         async_engine = AsyncEngine(engine, tokenizer, observers, settings, kv_events, rollouts)
         template = ChatTemplate(tokenizer.chat_template) if tokenizer.chat_template else None
         names, told = ("echo", "echo-alias"), {"num_compiles": num_compiles, "defaults": defaults}
-        told["targets"] = targets
+        told |= {"targets": targets, "adapters": adapters, "adapter_folder": adapter_folder}
         model = ServedModel(names, tokenizer, template, **told)
         service.open(model, async_engine)
         if service.grammars is not None:

@@ -60,6 +60,24 @@ def test_a_file_of_vllm_sets_ours(tmp_path, caplog):
     ]
 
 
+@pytest.mark.parametrize(
+    ("entry", "modules"),
+    [
+        ("lora-modules:\n  - a=/b\n  - c=/d", {"a": "/b", "c": "/d"}),
+        ("lora-modules:\n  - a=/b\n  - {name: c, path: '/d,e'}", {"a": "/b", "c": "/d,e"}),
+        ("lora-modules:\n  name: a\n  path: /b", {"a": "/b"}),
+        ("""lora-paths:\n  - '{"lora_name": "a", "lora_path": "/b"}'""", {"a": "/b"}),
+        ("lora_modules: a=/b,c=/d", {"a": "/b", "c": "/d"}),
+    ],
+)
+def test_adapters_of_a_file(tmp_path, entry, modules):
+    path = tmp_path / "serve.yaml"
+    path.write_text(f"model: m\nenable-lora: true\n{entry}\nmax-loras: 2\n", "utf-8")
+    _, config = opened(path)
+    assert config.lora.enable_lora and config.lora.max_loras == 2
+    assert config.lora.modules == modules
+
+
 def test_flags_go_before_the_file(tmp_path):
     path = tmp_path / "serve.yaml"
     path.write_text(OF_VLLM, "utf-8")
@@ -69,11 +87,11 @@ def test_flags_go_before_the_file(tmp_path):
 
 def test_what_is_refused_names_its_line(tmp_path, capsys):
     path = tmp_path / "serve.yaml"
-    path.write_text("model: m\n\nenable-lora: true\nlora-modules:\n  - a=b\ntp: 0\n", "utf-8")
+    path.write_text("model: m\n\nlora-dtype: half\ndefault-mm-loras:\n  a: b\ntp: 0\n", "utf-8")
     assert main(["serve", "--config", str(path)]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert f"{path}, line 3: --enable-lora is not a flag here: adapters are not served" in first
-    assert f"{path}, line 4: --lora-modules is not a flag here" in second
+    assert f"{path}, line 3: --lora-dtype is not a flag here: adapters have the numbers of" in first
+    assert f"{path}, line 4: --default-mm-loras is not a flag here" in second
     path.write_text("model: m\nenforce-eager: true\nkv-cache-dtype: fp9\nnonsense: 1\n", "utf-8")
     with pytest.raises(ConfigError) as error:
         opened(path)

@@ -16,8 +16,9 @@ LINES = (DATA / "foreign_flags.txt").read_text("utf-8").split("\n")
 TYPED = [line.split(" ", 1) for line in LINES if line]
 # Every argument of `vllm serve`, from the sources of 0.29.0; = stands behind what takes a value.
 OF_VLLM = (DATA / "vllm_flags.txt").read_text("utf-8").split()
-# Refused by what is wrong with the value, or because a model is named twice.
+# Refused by what is wrong with the value, because a model is named twice, or without --enable-lora.
 OF_VALUES = {"--quantization", "--tool-call-parser", "--speculative-config", "--config"}
+OF_VALUES |= {"--lora-modules", "--max-loras"}
 PARSER = make_parser()
 
 
@@ -95,7 +96,7 @@ def test_most_of_what_others_type_is_taken():
         except ConfigError:
             continue
         taken += 1
-    assert (len(TYPED), taken) == (85, 72)
+    assert (len(TYPED), taken) == (85, 74)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,8 @@ def test_a_flag_of_another_engine_sets_ours(words, name, value):
         ["m", "--swap-space=4"],
         ["--enforce-eager", "m"],
         ["m", "--no-enable-chunked-prefill"],
-        ["m", "--no-enable-lora"],
+        ["m", "--fully-sharded-loras"],
+        ["m", "--lora-dtype", "auto"],
         ["-O3", "m"],
         ["-O", "3", "m"],
         ["--enable_chunked_prefill", "m"],
@@ -142,6 +144,49 @@ def test_a_flag_without_effect_is_told_and_its_value_is_no_model(words):
     arguments = parsed(*words)
     (note,) = arguments.notes
     assert "no effect" in note and arguments.model == "m"
+
+
+A_AND_C = {"a": "/b", "c": "/d"}
+
+
+@pytest.mark.parametrize(
+    ("words", "modules"),
+    [
+        (["m", "--lora-modules", "a=/b", "c=/d"], A_AND_C),
+        (["--lora-modules", "a=/b", "c=/d", "m"], A_AND_C),
+        (["m", "--lora-modules", "a=/b,c=/d"], A_AND_C),
+        (["m", "--lora-modules=a=/b", "--max-loras", "2"], {"a": "/b"}),
+        (["m", "--lora-modules", '{"name": "a", "path": "/b"}', "c=/d"], A_AND_C),
+        (["m", "--lora-modules", '[{"name": "a", "path": "/b,c"}]'], {"a": "/b,c"}),
+        (["m", "--lora_paths", "a=/b", "c=/d", "--max-loras-per-batch", "2"], A_AND_C),
+        (["m", "--lora-paths", '{"lora_name": "a", "lora_path": "/b", "x": 1}'], {"a": "/b"}),
+    ],
+    ids=str,
+)
+def test_adapters_in_words_and_objects(words, modules):
+    arguments = parsed(*words, "--enable-lora", "--max-lora-rank", "32", "--max-cpu-loras", "9")
+    config, _ = settle(arguments)
+    assert config.lora.modules == modules and config.model.model == "m"
+    assert (config.lora.max_lora_rank, config.lora.max_cpu_loras) == (32, 9)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--lora-modules", "/only/a/path"],
+        ["--lora-modules", "a=b", "a=c"],
+        ["--lora-modules", '{"name": "a"}'],
+        ["--lora-modules", "=b"],
+        ["--lora-modules", "[1]"],
+        ["--lora-modules", "{"],
+        ["--lora-modules"],
+    ],
+    ids=str,
+)
+def test_adapters_that_are_wrong(words):
+    with pytest.raises(ConfigError) as error:
+        settle(parsed("m", "--enable-lora", *words))
+    assert "lora" in error.value.problems[0]
 
 
 def test_words_behind_a_double_dash_are_left_alone():

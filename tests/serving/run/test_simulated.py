@@ -169,3 +169,45 @@ def test_check_says_what_would_be_simulated(capsys):
 def test_what_cannot_be_is_refused_in_words(options, settings, words):
     with pytest.raises(ConfigError, match=words):
         simulated(ServerOptions(**options), **settings)
+
+
+def test_adapters_are_made_up_and_told_apart(tmp_path):
+    """They are names alone: nothing is read, and each request is one of its adapter."""
+    (tmp_path / "key").write_text("k")
+    own = {"enable_lora": True, "lora_modules": "a=/nowhere,b=/else", "max_loras": 1}
+    opened = simulated(**own, lora_folder=str(tmp_path))
+
+    def open_engine(service):
+        tokenizer = opened.served.tokenizer
+        engine = AsyncEngine(opened.engine, tokenizer, service.observers, service.options)
+        service.open(opened.served, engine)
+        return engine
+
+    options = {"simulate": "h200x8", "control_key_file": str(tmp_path / "key"), "grpc": False}
+    with (
+        server_in_thread(open_engine, **options) as running,
+        running.client(headers={"authorization": "Bearer k"}) as client,
+    ):
+        for name in ("a", "b", "a"):
+            body = {"model": name, "prompt": "x", "max_tokens": 4, "ignore_eos": True}
+            answer = client.post(COMPLETION, json=body).json()
+            assert (answer["model"], answer["usage"]["completion_tokens"]) == (name, 4)
+        is_error(client.post(COMPLETION, json=body | {"model": "c"}), 404)
+        wish = {"lora_name": "c", "lora_path": "anything"}
+        assert client.post("/v1/load_lora_adapter", json=wish).status_code == 200
+        assert client.post(COMPLETION, json=body | {"model": "c"}).json()["model"] == "c"
+        values = metric_values(client)
+        assert metric_total(values, "shiftjax:lora_slot_writes_total") == 4
+        assert metric_total(values, "shiftjax:lora_adapters_loaded") == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("n" * 300, "The name of an adapter must be 1 to 256 printable"),
+        ("llama-3.2-1b", "lora_modules: 'llama-3.2-1b' is a name of the model itself"),
+    ],
+)
+def test_a_made_up_adapter_without_a_proper_name_ends_the_start(name, words):
+    with pytest.raises(ConfigError, match=words):
+        simulated(enable_lora=True, lora_modules=f"{name}=/nowhere")
