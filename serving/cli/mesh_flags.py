@@ -90,6 +90,8 @@ def _add_simulate(commands: Any, add: Add) -> None:
     parser.add_argument("--host-memory", metavar="BYTES", help=_HOST)
     parser.add_argument("--no-prefix-caching", action="store_true", help="compute every prompt")
     parser.add_argument("--acceptance", metavar="P", help=_ACCEPTANCE)
+    text = "so many adapters with --loras slots: each request has one, by Zipf's law"
+    parser.add_argument("--adapters", type=int, metavar="N", help=text)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=X", help=_SET)
     add_fleet_flags(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write rows and a report there")

@@ -18,6 +18,7 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.window_rule import freed_in_words
+from shiftjax.lora_options import NO_LORA
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
@@ -60,6 +61,7 @@ FLEET_HEADING = (
     "one request in a widest group, tokens/s of the groups named beside them"
 )
 METRICS = ("queue", *LATENCIES)
+MOST_ADAPTERS = 10_000
 MOST_KERNELS = 12  # of a step, on the screen; files have them all
 CONTEXTS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
@@ -302,6 +304,7 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         raise ConfigError(["--shift-threshold must be at least 0"])
     names = compared_names(arguments.compare or [COMPARED])
     shared = settings | {"fleet": options, "host_bytes": _host_bytes(arguments.host_memory)}
+    shared |= _adapters(arguments)
     deployments = [*own, *choose_deployments(target, names, **shared)]
     _check_use(arguments, deployments)
     requests = trace_of(arguments)
@@ -325,6 +328,20 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
         report.sweep("deployments", points, METRICS, "simulate")
         report.save()
     return 0
+
+
+def _adapters(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Settings of as many made-up adapters as the flag says. Raises ConfigError."""
+    num = arguments.adapters
+    if num is None:
+        return {}
+    if arguments.loras is None:
+        raise ConfigError(["--adapters needs --loras, the slots for them"])
+    if not 1 <= num <= MOST_ADAPTERS:
+        raise ConfigError([f"--adapters must be 1 to {MOST_ADAPTERS}, got {num}"])
+    found = {"enable_lora": True, "max_loras": arguments.loras}
+    found["max_lora_rank"] = arguments.lora_rank or NO_LORA.max_lora_rank
+    return found | {"lora_modules": ",".join(f"a{nth}=a{nth}" for nth in range(num))}
 
 
 def compared_names(texts: Sequence[str]) -> list[str]:

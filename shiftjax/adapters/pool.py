@@ -5,23 +5,26 @@
        '------------- least recently used, and no running sequence has it -------------'
 
 Slots are the same on all devices: of every group, of all widths, of every stage. A request waits
-for its adapter, and lets others pass. Where running sequences have all slots, the least recently
-used one is promised to the adapter that waits. Requests that come for what it holds then wait, too:
-an adapter waits for sequences that have begun, and for no others.
+for its adapter, and lets others pass. Where running sequences have all slots, the one with the
+fewest is promised to the adapter that has waited longest. Requests that come for what it holds then
+wait, too. Of all slots a fourth may be promised at a time, the others go on: many adapters that are
+asked for seldom take turns beside a few that are asked for always.
 """
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from shiftjax.adapters.adapter import Adapter, AdapterError
 
 NO_SLOT = -1  # of a request without an adapter
 MOST_NAME = 256  # characters of a name
 MOST_FAILURES = 3  # of reading an adapter again, until it is given up
+PROMISED = 4  # of so many slots, one may be promised
 LONGEST_PAUSE = 2e-3  # seconds that a turn waits for an adapter when nothing else can be done
 logger = logging.getLogger(__name__)
 
@@ -80,33 +83,42 @@ class AdapterState:
     lost: Sequence[str] = ()  # keys of those that cannot be read again: who waits waits in vain
 
 
+class _Seen(NamedTuple):
+    """Who has adapters as a turn begins, and who was let go on in it."""
+
+    running: Counter[str]  # sequences by key; what has ended since makes a slot wait for a turn
+    waiting: Counter[str]
+
+
 Users = Callable[[], Iterator[tuple[str, bool]]]  # (key, whether it runs) of unfinished sequences
 
 
 class AdapterPool:
     """The adapters of one engine.
 
-    `read(name, path)` reads an adapter; `slots` are those of the devices. Host memory keeps
-    `most_held` adapters (None: all), the most recently used ones. `load` and `unload` may be called
-    from any thread, all else from that which steps the engine.
+    `read(name, path)` reads an adapter; the slots of the devices come with `fill`. Host memory
+    keeps `most_held` adapters (None: all), the most recently used ones. `load` and `unload` may be
+    called from any thread, all else from that which steps the engine.
     """
 
     def __init__(
         self,
         num_slots: int,
         read: Callable[[str, str], Adapter],
-        slots: Slots,
         most_held: int | None = None,
+        thread: Executor | None = None,  # that reads and places; None: one of its own
     ):
-        self._read, self._slots, self._most_held = read, slots, most_held
+        self._read, self._most_held = read, most_held
+        self._slots: Slots = NoDevices()
         self._names: dict[str, str] = {}  # keys
         self._entries: dict[str, _Entry] = {}
         self._held: list[str | None] = [None] * num_slots  # keys
         self._promised: dict[int, str] = {}
         self._time = self._num_writes = self._num_reads = 0
         self._lock = threading.Lock()  # of names and entries
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._thread = thread or ThreadPoolExecutor(1, "adapters")
         self.users: Users = lambda: iter(())
+        self._seen: _Seen | None = None  # in this turn
 
     # ------------------------------------------------------------------ from any thread
 
@@ -168,8 +180,26 @@ class AdapterPool:
         """Return the slot that holds an adapter, which `acquire` has brought there."""
         return NO_SLOT if key is None else self._held.index(key)
 
+    def begin_turn(self) -> None:
+        """Look anew at who runs and who waits, when that is next asked for."""
+        self._seen = None
+
+    def _look(self) -> _Seen:
+        if self._seen is None:
+            self._seen = _Seen(Counter(), Counter())
+            for key, runs in self.users():
+                self._seen[0 if runs else 1][key] += 1
+        return self._seen
+
     def acquire(self, key: str) -> bool:
         """Return whether a slot holds an adapter; brings it nearer if none does."""
+        is_there = self._is_in_slot(key)
+        if is_there:
+            self._look().running[key] += 1
+        return is_there
+
+    def _is_in_slot(self, key: str) -> bool:
+        """Whether a slot holds an adapter for those who come; it is brought there, if it can be."""
         self._time += 1
         entry = self._entries[key]
         entry.used = self._time
@@ -190,8 +220,12 @@ class AdapterPool:
         self._trim()
         return True
 
-    def fill(self) -> None:
-        """Have slots hold the adapters that were loaded first; waits for it. Nothing runs yet."""
+    def fill(self, slots: Slots) -> None:
+        """Have these slots hold the adapters that were loaded first; waits for it.
+
+        Nothing runs yet.
+        """
+        self._slots = slots
         for key in list(self._entries)[: self._held.count(None)]:
             while not self.acquire(key):
                 job = self._entries[key].job
@@ -228,7 +262,7 @@ class AdapterPool:
             return False
         if entry.job is None:
             entry.job = self._thread.submit(self._bring, entry)
-        if not entry.job.done() and not any(runs for _, runs in self.users()):
+        if not entry.job.done() and not self._look().running:
             wait([entry.job], LONGEST_PAUSE)
         return entry.job.done() and entry.job.exception() is None
 
@@ -256,7 +290,7 @@ class AdapterPool:
         """Return a slot that no running sequence needs; None: one is promised."""
         if None in self._held:
             return self._held.index(None)
-        in_use = {used for used, runs in self.users() if runs}
+        in_use = self._look().running
         mine = next((slot for slot, for_key in self._promised.items() if for_key == key), None)
         if mine is not None:
             return None if self._held[mine] in in_use else mine
@@ -264,8 +298,11 @@ class AdapterPool:
         unused = [slot for slot in slots if self._held[slot] not in in_use]
         if unused:
             return min(unused, key=self._last_used)
-        if slots:
-            self._promised[min(slots, key=self._last_used)] = key
+        if slots and len(self._promised) < max(1, len(self._held) // PROMISED):
+            fewest = min(
+                slots, key=lambda slot: (in_use[self._held[slot] or ""], self._last_used(slot))
+            )
+            self._promised[fewest] = key
         return None
 
     def _last_used(self, slot: int) -> int:
@@ -277,7 +314,7 @@ class AdapterPool:
         other = self._promised.get(slot)
         if other is None or other == key:
             return False
-        if any(wanted == other and not runs for wanted, runs in self.users()):
+        if other in self._look().waiting:
             return True
         del self._promised[slot]
         return False

@@ -12,11 +12,13 @@ class Admission:
     """Lets waiting sequences start in their order, as blocks allow, and run to their end.
 
     `decodes` says whether sequences are decoded here at all, and `prompts_first` whether they wait
-    for every prompt that can be computed: no step then has both.
+    for every prompt that can be computed: no step then has both. `apart` are waiting sequences, and
+    their prompt tokens, that wait for something else than room: a lane is not full of them.
     """
 
     decodes: bool = True
     prompts_first: bool = False
+    apart: tuple[int, int] = (0, 0)
 
     def leaving(self, sequences: Iterable[SequenceState]) -> Collection[SequenceState]:
         """Return those that have done here what they came for: they are swapped out and parked."""

@@ -112,9 +112,10 @@ class Scheduler:
     @property
     def is_full(self) -> bool:
         """Whether it has as many sequences, or waiting prompts, as one step takes."""
+        apart, tokens_apart = self.admission.apart
         return (
-            len(self.running) + len(self.waiting) >= self.config.max_num_seqs
-            or self.num_waiting_tokens >= self.config.max_num_batched_tokens
+            len(self.running) + len(self.waiting) - apart >= self.config.max_num_seqs
+            or self.num_waiting_tokens - tokens_apart >= self.config.max_num_batched_tokens
         )
 
     def add(

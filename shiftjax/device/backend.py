@@ -105,13 +105,15 @@ class DeviceBackend:
         if len(deployments) > 1:
             return self._start_phases(dict(zip(PHASES, deployments, strict=True)))
         (deployment,) = deployments
-        begin = time.perf_counter()
+        begin, adapters = time.perf_counter(), self._adapters(deployment)
         groups = self.place(deployment)
         self.load_seconds = time.perf_counter() - begin
         sizes = PoolSizes(deployment, self.devices, self._cache_dir, hosts=self._hosts)
         compiled = self._compile(deployment, groups, sizes)
         self._progress("warm up", 0, 1)
-        routing, adapters = history_of([deployment]), self._adapters(deployment, groups)
+        routing = history_of([deployment])
+        if adapters is not None:
+            adapters.fill(DeviceSlots(groups))
         started = compiled.deployment, groups, compiled.programs, {}, routing
         runners = start_runners(*started, slots=None if adapters is None else adapters.slot_of)
         mover = None
@@ -129,8 +131,8 @@ class DeviceBackend:
         notes = notes_of(self.deployments)
         return Started(started, mover=mover, routing=routing, adapters=adapters, notes=notes)
 
-    def _adapters(self, deployment: Deployment, groups: Sequence[Placed]) -> AdapterPool | None:
-        """Return the adapters of a deployment, the first in its slots. Raises AdapterError."""
+    def _adapters(self, deployment: Deployment) -> AdapterPool | None:
+        """Return the adapters of a deployment. Raises AdapterError."""
         lora, model = deployment.lora, deployment.layout.model
         if not lora.num_slots:
             return None
@@ -139,10 +141,9 @@ class DeviceBackend:
         def read(name: str, path: str) -> Adapter:
             return read_adapter(name, Path(path), model, dtype, lora.max_lora_rank)
 
-        pool = AdapterPool(lora.num_slots, read, DeviceSlots(groups), lora.max_cpu_loras)
+        pool = AdapterPool(lora.num_slots, read, lora.max_cpu_loras)
         for name, path in lora.modules.items():
             pool.load(name, path)
-        pool.fill()
         return pool
 
     def place(self, deployment: Deployment) -> list[Placed]:

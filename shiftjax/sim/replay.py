@@ -9,9 +9,12 @@ host prepares the steps of all groups, one after the other; an engine whose repl
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import repeat
 from math import inf
+from random import Random
 from typing import NamedTuple
 
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.core.engine import Engine
 from shiftjax.core.limits import check_length
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
@@ -111,7 +114,10 @@ def replay(
         deployments, first = [deployment], deployment
     engine, runners = make_engine(target, deployments, clock, belief, acceptance)
     vocab_size = target.model.vocab_size
-    coming = (_request(n, request, vocab_size) for n, request in enumerate(requests))
+    adapters = _adapters_of(first, engine)
+    coming = (
+        _request(n, request, vocab_size, next(adapters)) for n, request in enumerate(requests)
+    )
     is_loop = isinstance(requests, ClosedLoop)
     arrivals = Returning(requests, coming) if is_loop else InOrder(coming)
     reading = reading_seconds(target.engine, target.model)
@@ -222,10 +228,24 @@ def _sampling(num_output_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
 
 
-def _request(number: int, request: TraceRequest, vocab_size: int) -> Request:
+def _request(
+    number: int, request: TraceRequest, vocab_size: int, adapter: str | None = None
+) -> Request:
     prompt = TracePrompt(request, number, vocab_size)
-    sampling = _sampling(request.num_output_tokens)
-    return Request(str(number), prompt, sampling, request.arrival_seconds, request.priority)
+    own = _sampling(request.num_output_tokens), request.arrival_seconds, request.priority
+    return Request(str(number), prompt, *own, adapter)
+
+
+def _adapters_of(deployment: Deployment, engine: Engine) -> Iterator[str | None]:
+    """Yield the adapter of each request: the nth most wanted is wanted 1 / n times as often."""
+    pool, names = engine.limits.adapters, list(deployment.lora.modules)
+    if not isinstance(pool, AdapterPool) or not names:
+        yield from repeat(None)
+        return
+    keys, weights = [pool.key_of(name) for name in names], [1 / (n + 1) for n in range(len(names))]
+    draw = Random(0)
+    while True:
+        yield draw.choices(keys, weights)[0]
 
 
 def _record(event: Event, request: Request) -> RequestRecord:

@@ -2,8 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any
 
 from shiftjax.adapters.adapter import Adapter
 from shiftjax.adapters.pool import AdapterPool, NoDevices
@@ -155,11 +157,24 @@ def _adapters(deployment: Deployment) -> AdapterPool | None:
     def make_up(name: str, path: str) -> Adapter:
         return Adapter(name, path, blake2b(path.encode()).hexdigest(), lora.max_lora_rank, {})
 
-    pool = AdapterPool(lora.num_slots, make_up, NoDevices(), lora.max_cpu_loras)
+    pool = AdapterPool(lora.num_slots, make_up, lora.max_cpu_loras, _AtOnce())
     for name, path in lora.modules.items():
         pool.load(name, path)
-    pool.fill()
+    pool.fill(NoDevices())
     return pool
+
+
+class _AtOnce(Executor):
+    """Does what it is given before it returns: threads know no virtual time."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Return the future of a call that is over."""
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
 def _free(machine: Machine) -> Machine:

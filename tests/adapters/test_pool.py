@@ -29,7 +29,8 @@ class World:
 
     def __init__(self, num_slots: int, most_held: int | None = None):
         self.slots, self.reads = Written(), []
-        self.pool = AdapterPool(num_slots, self.read, self.slots, most_held)
+        self.pool = AdapterPool(num_slots, self.read, most_held)
+        self.pool.fill(self.slots)
         self.waiting: list[str] = []
         self.running = self.slots.running
         self.pool.users = lambda: (
@@ -50,6 +51,7 @@ class World:
     def turn(self, room: int = 99) -> list[str]:
         """Admit in order whoever has its adapter; returns who was admitted."""
         admitted = []
+        self.pool.begin_turn()
         for key in list(self.waiting):
             if len(self.running) < room and self.pool.acquire(key):
                 self.waiting.remove(key)
@@ -206,7 +208,7 @@ def test_two_threads_cannot_load_one_name():
 def test_slots_that_devices_have_lost_are_filled_again():
     world = World(1)
     world.pool.load("a", "a")
-    world.pool.fill()
+    world.pool.fill(world.slots)
     assert world.slots.held == {0: "a@a"}
     world.slots.held.clear()
     world.pool.forget_slots()
