@@ -43,12 +43,14 @@ def test_a_server_with_more_adapters_than_slots(model, cache_dir, tmp_path):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        ("a=/nowhere", "lora_modules: 'a': '/nowhere' is no directory with an adapter_config"),
-        (f"tiny={adapter(1)[0]}", "lora_modules: 'tiny' is a name of the model itself"),
-        (f"wide={adapter(1, rank=16)[0]}", "rank 16 is more than max_lora_rank = 8"),
+        ("a", "lora_modules: 'a': '/nowhere' is no directory with an adapter_config"),
+        ("tiny", "lora_modules: 'tiny' is a name of the model itself"),
+        ("wide", "rank 16 is more than max_lora_rank = 8"),
     ],
 )
 def test_an_adapter_that_cannot_be_served_ends_the_start_in_a_line(model, cache_dir, module, words):
+    path = "/nowhere" if module == "a" else adapter(1, rank=16)[0]
+    module = f"{module}={path}"
     with serve(model[0], cache_dir, *FLAGS, f"--lora-modules={module}") as served:
         code, out, err = served.end()
         assert (code, out) == (2, "")
