@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shiftjax.adapters.pool import AdapterPool
+from shiftjax.adapters.pool import AdapterPool, Slots
 from shiftjax.assembly import assemble
 from shiftjax.config import EngineConfig
 from shiftjax.core.engine import Engine
@@ -157,12 +157,15 @@ def build_follower(
     progress: Progress,
     hosts: Follower,
     cache_dir: Path | None = None,
-) -> DeviceRunner:
-    """The same as far as a host needs it that repeats the leader's calls: its runner."""
+) -> tuple[DeviceRunner, Slots | None]:
+    """The same as far as a host needs it that repeats the leader's calls.
+
+    Returns its runner, and the slots of adapters on its devices.
+    """
     backend, deployments = _prepare(config, source, progress, cache_dir, hosts)
     backend.start(deployments)
     (runner,) = backend.runners
-    return runner
+    return runner, backend.slots
 
 
 def _prepare(

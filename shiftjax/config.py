@@ -726,7 +726,6 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
         False,
         {
             "phases": (None, "each would load adapters anew"),
-            "hosts": (1, "other machines are not told of adapters"),
             "weights": ("alias", "factors would be gathered, too"),
         },
     ),

@@ -11,7 +11,7 @@ the cores, so the ratio says what talking costs here, and nothing of GPUs. Last,
 takes for 1, 64 and 256 sequences of 512 blocks. With `--experts` the model has some, and both count
 which ones tokens choose; with `--latents` it caches these (MLA), too. With `--split` devices of
 both hosts split positions of KV. With strict `--numerics` numbers are bfloat16, and
-log-probabilities are to have the same bits.
+log-probabilities are to have the same bits. With `--loras` two of three requests have an adapter.
 """
 
 import argparse
@@ -19,15 +19,18 @@ import multiprocessing
 import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from cases.load_kit import free_port
 
+from shiftjax.adapters.pool import AdapterPool
 from shiftjax.arch.config import ModelConfig
 from shiftjax.arch.numerics import NUMERICS
 from shiftjax.arch.presets import PRESETS, preset
@@ -54,6 +57,7 @@ OPTIONS = {
     "--latents": (False, "a model with latent attention, and experts"),
     "--split": (False, "devices of the pair split positions of KV"),
     "--numerics": ("fast", "how partial products are summed"),
+    "--loras": (False, "two adapters, which have one slot in turn"),
     "--quick": (False, "compiled quickly, few tokens"),
 }
 ABORTED = "r2"  # of the requests, in turn 4
@@ -112,11 +116,13 @@ def workload(engine: Engine) -> dict[str, Any]:
     extra: dict[int, dict[str, Any]] = {1: {"logprobs": 3}, 4: {"presence_penalty": 0.5}}
     extra |= {5: {"logit_bias": {17: 2.0}}, 6: {"allowed_token_ids": [5, 6, 7, 8]}}
     each = {"max_tokens": 12, "ignore_eos": True, "logprobs": 0}
-    requests = []
+    pool, requests = engine.limits.adapters, []
+    names = [pool.key_of(name) for name in pool.names] if isinstance(pool, AdapterPool) else []
     for i, prompt in enumerate(prompts):
         own = each | extra.get(i, {})
         how = SamplingParams(temperature=0.8 * (i % 2), seed=i, **own)
-        requests.append(Request(f"r{i}", prompt, how))
+        adapter = [None, *names][i % (1 + len(names))]
+        requests.append(Request(f"r{i}", prompt, how, adapter=adapter))
     again = [replace(request, request_id=f"again-{i}") for i, request in enumerate(requests[:2])]
     served = serve(engine, requests, ABORTED), serve(engine, again)
     stats = engine.stats()
@@ -169,6 +175,18 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     return LATENTS if args.latents else EXPERTS if args.experts else plain
 
 
+def modules_of(args: argparse.Namespace) -> str:
+    """Write two adapters of the model; returns the setting that names them."""
+    from labs.lora import TARGETS, make_adapter
+
+    from shiftjax.weights.random import RandomSource
+
+    folder = Path(tempfile.mkdtemp(prefix="shiftjax-lora-"))
+    tensors = RandomSource(model_of(args)).tensors
+    shapes = {n: t.shape for n, t in tensors.items() if n.removesuffix(".weight").endswith(TARGETS)}
+    return ",".join(f"a{n}={make_adapter(folder, shapes, 4, n, 0.5)}" for n in range(2))
+
+
 def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dict[str, Any]:
     """Return what one of the three processes has to say."""
     from serving.hosts.follower import FollowerHosts
@@ -191,6 +209,8 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
         options |= {"host_secret_file": "unused"}
     if args.quick:
         COMPILER_OPTIONS["cpu"]["xla_backend_optimization_level"] = "0"
+    if args.modules is not None:
+        options |= {"enable_lora": True, "max_loras": 1, "lora_modules": args.modules}
     options |= {"numerics": args.numerics, "dtype": "bfloat16" if is_strict(args) else "float32"}
     config, source = EngineConfig.from_options(**options), RandomSource(model_of(args))
     counts_device.EVERY = 1  # so that all count the same steps
@@ -205,9 +225,9 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
         hosts = FollowerHosts(terms, lambda _: os._exit(75))
         hosts.connect()
         join(f"127.0.0.1:{port + 1}", 2, rank)
-        runner = build_follower(config, source, silent, hosts)
+        runner, slots = build_follower(config, source, silent, hosts)
         counter.start()
-        follow(runner, hosts)
+        follow(runner, hosts, slots)
         return {"compiles": counter.count}
     hosts = LeaderHosts(terms, lambda _: os._exit(75))
     hosts.start()
@@ -268,6 +288,7 @@ def run_together(roles: Sequence[str], *arguments: Any) -> dict[str, dict[str, A
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run all three, the pair after the one."""
+    args.modules = modules_of(args) if args.loras else None
     arguments = args, free_port(), os.urandom(16).hex()
     results = run_together(("alone",), *arguments) | run_together(
         ("leader", "follower"), *arguments

@@ -36,7 +36,9 @@ OPTIONS = {
 Row = dict[str, Any]
 
 
-def make_adapter(directory: Path, tensors: dict[str, tuple[int, ...]], rank: int, seed: int) -> str:
+def make_adapter(
+    directory: Path, tensors: dict[str, tuple[int, ...]], rank: int, seed: int, size: float = 0.02
+) -> str:
     """Write an adapter of matrices of these shapes `[out, in]`; returns its directory."""
     from safetensors.numpy import save_file
 
@@ -46,7 +48,7 @@ def make_adapter(directory: Path, tensors: dict[str, tuple[int, ...]], rank: int
     for name, (outputs, inputs) in tensors.items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            values = 0.02 * rng.standard_normal(shape)
+            values = size * rng.standard_normal(shape)
             factors[f"{module}.lora_{part}.weight"] = values.astype(np.float32)
     save_file(factors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*TARGETS]}

@@ -20,7 +20,10 @@ CHANNEL_OPTIONS = (
     ("grpc.so_reuseport", 0),  # a port in use is an error
 )
 AUTHORIZATION = "authorization"
-_OWN = ("host_rank", "host_secret_file", "model", "tokenizer", "cache_dir")  # may differ
+_OWN = (  # may differ
+    *("host_rank", "host_secret_file", "model", "tokenizer", "cache_dir"),
+    *("lora_modules", "lora_folder"),  # the first host reads adapters, and tells the others
+)
 
 
 @dataclass(frozen=True)

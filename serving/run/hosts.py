@@ -78,11 +78,11 @@ def run_follower(
         from shiftjax.build import build_follower
         from shiftjax.hosts.steps_device import follow
 
-        runner = build_follower(config, files.source, _log, hosts, files.cache_dir)
+        runner, slots = build_follower(config, files.source, _log, hosts, files.cache_dir)
         if fault and fault.point == FOLLOWING:
             runner.launch = faulty(fault, runner.launch)
         logger.info("following %s", config.host.coordinator)
-        follow(runner, hosts)
+        follow(runner, hosts, slots)
     except LostHostError:
         leave(LOST)
     except ConfigError:

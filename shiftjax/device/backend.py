@@ -91,6 +91,7 @@ class DeviceBackend:
         self.deployments: list[Deployment] = []  # with their KV blocks
         self.load_seconds = 0.0
         self.adapters: AdapterPool | None = None
+        self.slots: DeviceSlots | None = None  # of adapters, on this host's devices
         self.store: DeviceStore | None = None  # of what was started; None: of several hosts
         self.devices, self._source, self._progress = devices, source, progress
         self._cache_dir, self._check, self._hosts = cache_dir, check, hosts
@@ -113,7 +114,7 @@ class DeviceBackend:
         self._progress("warm up", 0, 1)
         routing = history_of([deployment])
         if adapters is not None:
-            adapters.fill(DeviceSlots(groups))
+            self.slots = DeviceSlots(groups)
         started = compiled.deployment, groups, compiled.programs, {}, routing
         runners = start_runners(*started, slots=None if adapters is None else adapters.slot_of)
         mover = None
@@ -127,6 +128,8 @@ class DeviceBackend:
         if self._hosts is not None:
             self._hosts.least("to have started", ())
         started = [_groups(compiled, runners, self._hosts)]
+        if adapters is not None and self.slots is not None:
+            self._fill(adapters, self.slots, list(started[0].runners.values()))
         self.adapters = adapters
         notes = notes_of(self.deployments)
         return Started(started, mover=mover, routing=routing, adapters=adapters, notes=notes)
@@ -142,9 +145,18 @@ class DeviceBackend:
             return read_adapter(name, Path(path), model, dtype, lora.max_lora_rank)
 
         pool = AdapterPool(lora.num_slots, read, lora.max_cpu_loras)
-        for name, path in lora.modules.items():
-            pool.load(name, path)
+        if self._hosts is None or isinstance(self._hosts, Leader):  # who tells the others
+            for name, path in lora.modules.items():
+                pool.load(name, path)
         return pool
+
+    def _fill(self, pool: AdapterPool, slots: DeviceSlots, runners: Sequence[Runner]) -> None:
+        """Have the first adapters in the slots, of all hosts; a follower waits to be told."""
+        (runner,) = runners[:1]
+        if isinstance(runner, LeaderRunner):
+            pool.fill(runner.slots(slots))
+        elif self._hosts is None:
+            pool.fill(slots)
 
     def place(self, deployment: Deployment) -> list[Placed]:
         """Return the groups of a deployment with their weights."""

@@ -9,12 +9,15 @@ and meet in another order, on CPUs (gloo), each step is awaited before the next.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from shiftjax.adapters import told
+from shiftjax.adapters.adapter import Adapter
+from shiftjax.adapters.pool import Slots
 from shiftjax.core.request import StepOutput, StepPlan
 from shiftjax.device.runner import DeviceRunner, Handle, Prepared, in_flight
 from shiftjax.device.sampling_inputs import RowMasks
@@ -98,13 +101,36 @@ class LeaderRunner:
         self._send(RESET)
         self._runner.reset()
 
+    def slots(self, own: Slots) -> Slots:
+        """Return the slots of all hosts: what is written to `own`, others write, too."""
+        return _SlotsOfAll(own, self._send)
+
     def _send(self, call: bytes) -> None:
         self._number += 1
         self._hosts.send(self._number, call)
 
 
-def follow(runner: DeviceRunner, hosts: Follower) -> None:
-    """Repeat the leader's calls until it ends. Raises what makes one fail, and LostHostError."""
+class _SlotsOfAll:
+    """The slots of adapters on all hosts; see `adapters.pool.Slots`."""
+
+    def __init__(self, own: Slots, send: Callable[[bytes], None]):
+        self._own, self._send = own, send
+
+    def place(self, adapter: Adapter) -> tuple[Any, Adapter]:
+        """Copy an adapter to this host's devices; others are told when it is written."""
+        return self._own.place(adapter), adapter
+
+    def write(self, slot: int, placed: tuple[Any, Adapter]) -> None:
+        """Have all hosts write an adapter, each as a call between two steps."""
+        self._send(told.encode(slot, placed[1]))
+        self._own.write(slot, placed[0])
+
+
+def follow(runner: DeviceRunner, hosts: Follower, slots: Slots | None = None) -> None:
+    """Repeat the leader's calls until it ends. Raises what makes one fail, and LostHostError.
+
+    `slots` are those of adapters on this host's devices, if there are such.
+    """
     recent, number, done = Recent(), 0, 0
     sampled: dict[int, jax.Array] = {}
     modes = {mode.sp: mode for mode in runner.step.layout.modes}
@@ -121,6 +147,10 @@ def follow(runner: DeviceRunner, hosts: Follower) -> None:
             number += 1
             if call == RESET:
                 runner.reset()
+            elif (found := told.decode(call)) is not None:
+                assert slots is not None
+                slot, adapter = found
+                slots.write(slot, slots.place(adapter))
             else:
                 step = recent.decode(call, shapes)
                 flat, *tables = step.arrays

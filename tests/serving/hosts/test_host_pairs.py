@@ -41,6 +41,7 @@ def environ() -> dict[str, str]:
         (("--devices=4", "--numerics=invariant"), 1),
         (("--devices=2", "--experts"), 1),
         (("--devices=4", "--split"), 2),
+        (("--devices=2", "--loras"), 1),
         (("--devices=2", "--latents", "--split"), 4),
     ],
 )
