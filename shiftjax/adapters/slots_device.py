@@ -27,8 +27,9 @@ NOBODY = Adapter("", "", "", 0, {})
 class DeviceSlots:
     """Writes adapters to the slots of groups; made when their weights are there.
 
-    On GPUs a slot is written in place, where graphs of steps read it. On CPUs, where a view does
-    not know of writes, arrays are made anew, and steps in flight have the old ones.
+    On GPUs a slot is written in place, where graphs of steps read it, when the steps in flight are
+    over: views of what is donated have gone then. On CPUs, where a view does not know of writes,
+    arrays are made anew, and steps in flight have the old ones.
     """
 
     def __init__(self, groups: Sequence[Placed]):
@@ -88,6 +89,7 @@ class _Factors:
             kinds = [(len(own), self._slot_axis(own[0])) for own in members]
             self._writes = _writer(arrays, values, kinds)
         if stage.groups[0].step.platform == "gpu":
+            jax.block_until_ready([placed.memory.pools for placed in stage.groups])
             for placed in stage.groups:
                 placed.memory.let_go(*self._members)
         changed = self._writes(arrays, list(values), np.int32(slot))
