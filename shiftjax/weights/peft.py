@@ -30,11 +30,13 @@ CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "
 # Fields that change no number of what is served, or that are read here.
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    "target_parameters",
+    *("target_parameters", "init_lora_weights"),
 )
+# Of `init_lora_weights`: beside others PEFT changes the weights of the model, too, when it loads.
+_PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 _HARMLESS = (
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode"),
-    *("peft_version", "lora_dropout", "init_lora_weights", "loftq_config", "eva_config"),
+    *("peft_version", "lora_dropout", "loftq_config", "eva_config", "fan_in_fan_out"),
     *("corda_config", "lora_ga_config", "runtime_config", "megatron_core", "qalora_group_size"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("ensure_weight_tying",),
@@ -45,6 +47,7 @@ _PLAIN = re.compile(r"\^?(?:\.\*)?(?:[\w.-]|\\\.)+\$?")  # a pattern that is qui
 _STACK = re.compile(r".*\blayers\.(\d+)\.(?:\w+\.)*experts(?:\.base_layer)?")
 _PARAMETERS = "gate_up_proj", "down_proj"  # that hold all experts
 _MOST_PATTERNS = 10_000
+MOST_ALPHA = 1e6
 
 
 class _Scales(NamedTuple):
@@ -75,7 +78,8 @@ def read_adapter(
     Raises AdapterError: it is not the model's, or has what is not served; one sentence.
     """
     try:
-        return _read(name, path, model, dtype, max_rank)
+        with np.errstate(over="ignore"):  # what is too large is looked for
+            return _read(name, path, model, dtype, max_rank)
     except CheckpointError as error:
         raise AdapterError(f"{name}: {error.problems[0]}.") from error
 
@@ -83,7 +87,9 @@ def read_adapter(
 def _read(name: str, path: Path, model: ModelConfig, dtype: np.dtype, max_rank: int) -> Adapter:
     if not (path / CONFIG).is_file():
         raise AdapterError(f"{name}: {path} is no directory with an {CONFIG}.")
-    scales = _scales_of(read_json(path / CONFIG), f"{name}: {path / CONFIG}")
+    config, where = read_json(path / CONFIG), f"{name}: {path / CONFIG}"
+    _check_served(config, where)
+    scales = _scales_of(config, where)
     if not (path / TENSORS).is_file():
         words = "is not there"
         if (path / PICKLED).is_file():
@@ -113,12 +119,15 @@ def _read(name: str, path: Path, model: ModelConfig, dtype: np.dtype, max_rank: 
             factors[ours] = Factor(a.astype(dtype), np.ascontiguousarray(rows).astype(dtype))
     if not factors:
         raise AdapterError(f"{name}: {path / TENSORS} has no factors.")
+    for ours, factor in factors.items():
+        if not all(np.isfinite(each.astype(np.float32)).all() for each in factor):
+            raise AdapterError(f"{name}: {ours}: with its scale it is too large for {dtype.name}.")
     rank = max(factor.a.shape[0] for factor in factors.values())
     return Adapter(name, str(path), digest.hexdigest(), rank, factors)
 
 
-def _scales_of(config: dict[str, Any], where: str) -> _Scales:
-    """Return what is read of a configuration. Raises AdapterError for what is not served."""
+def _check_served(config: Mapping[str, Any], where: str) -> None:
+    """Raise AdapterError for what a configuration says that is not served."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise AdapterError(f"{where}: peft_type is {shown(kind)}, and LORA is served: {_MERGE}.")
@@ -134,6 +143,17 @@ def _scales_of(config: dict[str, Any], where: str) -> _Scales:
             raise AdapterError(
                 f"{where}: target_parameters: {shown(each)} is not served: {_MERGE}."
             )
+    start = config.get("init_lora_weights")
+    if not isinstance(start, (bool, str, type(None))) or start not in _PLAIN_STARTS:
+        words = f"init_lora_weights = {shown(start)} changes the model's weights, too"
+        raise AdapterError(f"{where}: {words}: have PEFT convert it to plain LoRA, or {_MERGE}.")
+
+
+def _scales_of(config: Mapping[str, Any], where: str) -> _Scales:
+    """Return what is read of a configuration. Raises AdapterError for what it cannot say."""
+    by_root = config.get("use_rslora") or False
+    if not isinstance(by_root, bool):
+        raise AdapterError(f"{where}: use_rslora must be true or false, found {shown(by_root)}.")
     rank: Any = config.get("r", 8)
     alpha: Any = config.get("lora_alpha", 8)
     if type(rank) is not int or rank < 1:
@@ -147,12 +167,12 @@ def _scales_of(config: dict[str, Any], where: str) -> _Scales:
         if not _PLAIN.fullmatch(pattern) or not _is_number(value):
             words = f"{shown(pattern)} must be the name of a module, with a number"
             raise AdapterError(f"{where}: alpha_pattern: {words}.")
-    return _Scales(rank, float(alpha), alphas, bool(config.get("use_rslora")))
+    return _Scales(rank, float(alpha), alphas, by_root)
 
 
 def _is_number(value: Any) -> bool:
     is_one = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_one and math.isfinite(value)
+    return is_one and abs(value) <= MOST_ALPHA  # false of NaN
 
 
 def _pairs(name: str, header: Mapping[str, TensorInfo]) -> dict[str, tuple[str, str]]:
@@ -162,7 +182,10 @@ def _pairs(name: str, header: Mapping[str, TensorInfo]) -> dict[str, tuple[str, 
         match = _NAME.fullmatch(tensor)
         if match is None:
             raise AdapterError(f"{name}: tensor {shown(tensor)} is no factor a or b: {_MERGE}.")
-        found.setdefault(match[1], {})[match[2]] = tensor
+        both = found.setdefault(match[1], {})
+        if match[2] in both:
+            raise AdapterError(f"{name}: {match[1]} has lora_{match[2]} twice.")
+        both[match[2]] = tensor
     for module, both in found.items():
         if len(both) < 2:
             missing = "B" if "A" in both else "A"
@@ -171,6 +194,8 @@ def _pairs(name: str, header: Mapping[str, TensorInfo]) -> dict[str, tuple[str, 
             if len(header[tensor].shape) != 2:
                 words = f"expected a matrix, found shape {list(header[tensor].shape)}"
                 raise AdapterError(f"{name}: tensor {tensor}: {words}.")
+            if 0 in header[tensor].shape:
+                raise AdapterError(f"{name}: tensor {tensor} is empty.")
     return {module: (both["A"], both["B"]) for module, both in found.items()}
 
 

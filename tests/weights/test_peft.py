@@ -59,6 +59,7 @@ def product(tensors: dict, module: str, scale: float) -> np.ndarray:
         ({"alpha_pattern": {"layers.1.self_attn.q_proj": 10}}, 6 / 4),
         ({"alpha_pattern": {r"^model\.layers\.0\.self_attn\.q_proj": 2}}, 2 / 4),
         ({"lora_dropout": 0.1, "use_dora": False, "a_new_field": None}, 6 / 4),
+        ({"init_lora_weights": "gaussian", "fan_in_fan_out": True}, 6 / 4),
     ],
 )
 def test_factors_are_those_of_the_file_with_their_scale(config, scale, tmp_path):
@@ -138,6 +139,10 @@ Q = {"0.self_attn.q_proj": (4, 48, 64)}
         (Q, {"r": 0}, "r must be a whole number above 0"),
         (Q, {"lora_alpha": "much"}, "lora_alpha must be a number"),
         (Q, {"alpha_pattern": {"(a+)+": 1}}, "must be the name of a module"),
+        (Q, {"lora_alpha": 10**400}, "lora_alpha must be a number"),
+        (Q, {"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' changes the model's"),
+        (Q, {"init_lora_weights": "olora"}, "init_lora_weights = 'olora' changes"),
+        (Q, {"use_rslora": "false"}, "use_rslora must be true or false"),
         (Q, {"alpha_pattern": [1]}, "alpha_pattern must be an object"),
         ({"0.self_attn.q_proj": (32, 48, 64)}, {}, "rank 32 is more than max_lora_rank = 16"),
         ({"0.self_attn.q_proj": (4, 47, 64)}, {}, "expected factors of .4, 48. and .64, 4."),
@@ -162,10 +167,19 @@ def test_other_tensors_lonely_factors_and_numbers_that_are_not_finite_are_refuse
         ({f"{PREFIX}.1.self_attn.q_proj.lora_A.weight": tensors[name]}, "has no lora_B"),
         ({name: tensors[name][0]}, "expected a matrix"),
         ({name: tensors[name].astype(np.float64)}, "expected dtype"),
+        ({name.replace("lora_A", "lora_A.default"): tensors[name]}, "has lora_A twice"),
+        ({name: tensors[name][:0]}, "is empty"),
     ):
         save_file(tensors | changed, tmp_path / TENSORS)
         with pytest.raises(AdapterError, match=words):
             read(tmp_path)
+
+
+def test_a_scale_that_the_numbers_cannot_have_is_refused(tmp_path):
+    write(tmp_path, Q, lora_alpha=1e6)
+    with pytest.raises(AdapterError, match="too large for float16"):
+        read_adapter("own", tmp_path, LLAMA, np.dtype(np.float16), 16)
+    assert read(tmp_path).rank == 4
 
 
 def test_files_that_are_missing_or_pickled_are_named(tmp_path):
