@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from shiftjax.adapters.adapter import Adapter, AdapterError
 
@@ -29,6 +29,7 @@ LONGEST_PAUSE = 2e-3  # seconds that a turn waits for an adapter when nothing el
 logger = logging.getLogger(__name__)
 
 
+@runtime_checkable
 class Slots(Protocol):
     """The slots of all devices."""
 
