@@ -224,6 +224,8 @@ class LLM:
     def _keys(self, names: str | Seq[str | None] | None, count: int) -> list[str | None]:
         """The adapter of each prompt, as requests have it."""
         each = [names] * count if names is None or isinstance(names, str) else list(names)
+        if self.adapters is None and any(name is not None for name in each):
+            raise RequestError("No adapters are served: start with enable_lora.", "adapter")
         if len(each) != count:
             raise RequestError(f"There are {count} prompts but {len(each)} adapters.", "adapter")
         keys = [name if name is None else self._pool().key_of(name) for name in each]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from shiftjax.options import option, shown
 
+CONFIG = "adapter_config.json"  # of a directory that is an adapter
+_KEYS = "name", "path", "base_model_name"  # the last is vLLM's, and changes no token
 RANKS = 8, 16, 32, 64, 128, 256, 512  # that factors are padded to
 MOST_BY_DEFAULT = 8  # slots, unless asked for
 
@@ -35,6 +37,8 @@ def _pairs(text: str) -> list[tuple[str, str]]:
     for entry in entries:
         if not isinstance(entry, dict):
             raise ValueError(f"must have objects with name and path, got {shown(text)}")
+        if unknown := [key for key in entry if key not in _KEYS]:
+            raise ValueError(f"has {shown(unknown[0])} beside name and path, which is unknown")
         name, path = entry.get("name"), entry.get("path")
         pairs.append((name if isinstance(name, str) else "", path if isinstance(path, str) else ""))
     return pairs

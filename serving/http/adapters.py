@@ -21,6 +21,8 @@ from serving.server.service import Service
 from shiftjax.adapters.adapter import AdapterError
 from shiftjax.adapters.folder import path_within
 from shiftjax.adapters.pool import AdapterPool
+from shiftjax.lora_options import CONFIG
+from shiftjax.options import shown
 
 TEXT = "text/plain; charset=utf-8"
 
@@ -31,6 +33,7 @@ class LoadFields(msgspec.Struct):
     lora_name: str
     lora_path: str  # below --lora-folder
     load_inplace: bool = False  # in the place of one of this name
+    is_3d_lora_weight: bool = False  # vLLM is told how experts lie; here the files say it
 
 
 class UnloadFields(msgspec.Struct):
@@ -60,7 +63,7 @@ class Adapters:
             message = f"The lora adapter '{name}' has already been loaded. If you want to load the "
             raise ServeError("invalid", message + "adapter in place, set 'load_inplace' to True.")
         async with self._turn:
-            await asyncio.to_thread(_load, pool, model.adapter_folder, fields)
+            await asyncio.to_thread(_load, model, pool, fields)
         return _success(name, "added")
 
     async def unload(self, request: Request) -> Response:
@@ -93,12 +96,17 @@ class Adapters:
         return fields
 
 
-def _load(pool: AdapterPool, folder: Path | None, fields: LoadFields) -> None:
+def _load(model: ServedModel, pool: AdapterPool, fields: LoadFields) -> None:
+    path = Path()
     try:
-        path = path_within(folder, fields.lora_path)
+        path = path_within(model.adapter_folder, fields.lora_path)
+        if not model.simulated and not (path / CONFIG).is_file():
+            words = f"{shown(fields.lora_path)} is no directory with an {CONFIG}."
+            raise ServeError("not_found", words, param="lora_path")
         pool.load(fields.lora_name, str(path), replace=fields.load_inplace)
-    except AdapterError as error:
-        raise ServeError("invalid", str(error)) from None
+    except AdapterError as error:  # clients are not told where the folder is
+        told = str(error).replace(str(path), fields.lora_path) if path.name else str(error)
+        raise ServeError("invalid", told) from None
     except OSError as error:
         raise ServeError("invalid", f"The adapter cannot be read: {error.strerror}.") from None
 

@@ -198,7 +198,8 @@ def _module(entry: Any) -> Any:
     if not isinstance(entry, dict):
         return entry
     renamed = {"lora_name": "name", "lora_path": "path"}
-    return {renamed.get(key, key): value for key, value in entry.items()}
+    named = {renamed.get(key, key): value for key, value in entry.items()}
+    return {key: value for key, value in named.items() if (key, value) != ("pinned", False)}
 
 
 def _is_switch(name: str) -> bool:

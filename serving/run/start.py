@@ -9,6 +9,7 @@ from serving.server.options import ServerOptions, check_server, names_of
 from serving.server.start_phases import Phases
 from shiftjax.config import EngineConfig
 from shiftjax.deploy.tasks import Task
+from shiftjax.lora_options import CONFIG
 from shiftjax.options import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from shiftjax.text.tokenizer import Tokenizer
 
 MAX_TEMPLATE = 1 << 20  # characters of a chat template in a file
-CONFIG = "adapter_config.json"  # of an adapter
 LEAST_ADDRESS_SPACE = 2 << 30  # bytes that JAX's libraries, threads and a tiny model take
 
 

@@ -1,13 +1,14 @@
 """What an engine tells of its adapters: metrics, and a part of the page. No JAX."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from shiftjax.adapters.pool import AdapterState
 from shiftjax.metric import Metric, counter, gauge
 
 MOST_SHOWN = 64  # adapters of the page
+MOST_NAMED = 256  # adapters of a label: as many as there may be slots
 INFO = "Adapters that requests have now, and since when it is known; as vLLM tells it."
 
 
@@ -15,7 +16,7 @@ def metrics(state: AdapterState | None, clock: Callable[[], float] = time.time) 
     """How many there are, and who has them; nothing without adapters."""
     if state is None:
         return
-    names = (",".join(sorted(each)) for each in (state.waiting, state.running))
+    names = (_label(each) for each in (state.waiting, state.running))
     info = {(str(state.num_slots), *names): clock()}
     labels = "max_lora", "waiting_lora_adapters", "running_lora_adapters"
     yield gauge("lora_requests_info", INFO, info, *labels)
@@ -24,6 +25,12 @@ def metrics(state: AdapterState | None, clock: Callable[[], float] = time.time) 
     yield counter("lora_slot_writes", "Adapters that were copied to a slot.", state.num_writes)
     text = "Adapters whose files were read again, as host memory had not kept them."
     yield counter("lora_adapter_reads", text, state.num_reads)
+
+
+def _label(sequences: Mapping[str, int]) -> str:
+    """Names of adapters, of many those with the most sequences."""
+    most = sorted(sequences, key=lambda name: (-sequences[name], name))[:MOST_NAMED]
+    return ",".join(sorted(most))
 
 
 def page_part(state: AdapterState) -> dict[str, Any]:

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
 @pytest.mark.costs(15)
-def test_prompts_are_continued_with_the_adapters_that_are_named():
+def test_prompts_are_continued_with_the_adapters_that_are_named(monkeypatch):
     directory, *_ = checkpoint(**FEW)
     llm = LLM(str(directory), enable_lora=True, lora_modules=modules(1, **FEW), **OPTIONS)
     llm.load_adapter("second", str(adapter(2, **FEW)[0]))
@@ -35,6 +35,11 @@ def test_prompts_are_continued_with_the_adapters_that_are_named():
     for ids, seed, output in zip(PROMPTS, (None, 1, 2), outputs, strict=True):
         assert list(output.outputs[0].token_ids) == expected(tuple(ids), seed, **FEW)
     assert llm.num_compiles == 0 and sorted(llm.adapters.names) == ["a1", "second"]
+    monkeypatch.setattr(llm, "_encode_chat", lambda ids, **_: ids[0])
+    (output,) = llm.chat([[PROMPTS[0]]], GREEDY, adapter="second")
+    *_, (_, _, last) = llm.stream_chat([PROMPTS[0]], GREEDY, adapter="second")
+    for each in (output, last):
+        assert list(each.outputs[0].token_ids) == expected(tuple(PROMPTS[0]), 2, **FEW)
     llm.unload_adapter("second")
     for wrong, words in (("second", "no adapter 'second'"), (["a1"], "3 prompts but 1 adapters")):
         with pytest.raises(RequestError, match=words):
@@ -49,6 +54,6 @@ def test_an_engine_without_room_says_so():
     llm = LLM(str(directory), **OPTIONS)
     with pytest.raises(AdapterError, match="enable_lora"):
         llm.load_adapter("a1", str(adapter(1, **FEW)[0]))
-    with pytest.raises(AdapterError, match="enable_lora"):
+    with pytest.raises(RequestError, match="enable_lora"):
         llm.generate([PROMPTS[0]], GREEDY, adapter="a1")
     llm.close()

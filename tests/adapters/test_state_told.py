@@ -1,7 +1,7 @@
 """What is told of adapters: as vLLM tells it, and on the page."""
 
 from shiftjax.adapters.pool import AdapterState
-from shiftjax.adapters.state_told import MOST_SHOWN, metrics, page_part
+from shiftjax.adapters.state_told import MOST_NAMED, MOST_SHOWN, metrics, page_part
 
 STATE = AdapterState(
     2, ["a", "b", "c"], ["b", "gone"], 5, 1, running={"gone": 2, "b": 1}, waiting={"c": 3}
@@ -17,6 +17,13 @@ def test_metrics_as_vllm_has_them():
     assert numbers["lora_adapters_loaded"] == 3 and numbers["lora_adapters_in_slots"] == 2
     assert numbers["lora_slot_writes"] == 5 and numbers["lora_adapter_reads"] == 1
     assert [*metrics(None)] == []
+
+
+def test_a_label_has_no_more_names_than_there_may_be_slots():
+    waiting = {f"a{number:04}": 1 for number in range(5000)} | {"z,most": 2}
+    state = AdapterState(1, [], [], 0, 0, waiting=waiting)
+    ((_, names, running),) = next(metrics(state)).values
+    assert names.count(",") == MOST_NAMED and names.endswith(",z,most") and running == ""
 
 
 def test_the_page_has_those_first_that_are_busy():

@@ -35,6 +35,8 @@ def folder(tmp_path_factory):
     shutil.copytree(adapter(4, **BYTES)[0], path / "fourth")
     shutil.copytree(adapter(5, rank=32, **BYTES)[0], path / "wide")
     (path / "empty").mkdir()
+    (path / "broken").mkdir()
+    (path / "broken/adapter_config.json").write_text("{")
     (path / "away").symlink_to(adapter(6, **BYTES)[0])
     return path
 
@@ -226,7 +228,7 @@ def test_an_unknown_name(user, path):
 
 def test_load_and_unload(user, trainer, folder):
     wish = {"lora_name": "a3", "lora_path": "third"}
-    answer = trainer.post(LOAD, json=wish)
+    answer = trainer.post(LOAD, json=wish | {"is_3d_lora_weight": False})
     assert (answer.status_code, answer.text) == (
         200,
         "Success: LoRA adapter 'a3' added successfully.",
@@ -272,6 +274,38 @@ def test_without_adapters_or_a_key_nothing_is_loaded(tmp_path, has_key):
             assert ("--enable-lora" in answer.text) == has_key
 
 
+def test_unloaded_while_a_request_runs(server, user, trainer):
+    """It is served to its end; then nobody is."""
+    assert trainer.post(LOAD, json={"lora_name": "a3", "lora_path": "third"}).status_code == 200
+    body = {"model": "a3", "prompt": [*PROMPT], "return_token_ids": True, "stream": True}
+    runner, gate = server.engine._engine.lanes[0].runner, threading.Event()
+    launch, steps = runner.launch, []
+
+    def held(*args, **more):
+        steps.append(None)
+        assert len(steps) < 3 or gate.wait(60)
+        return launch(*args, **more)
+
+    runner.launch = held
+    try:
+        with user.stream("POST", COMPLETION, json=body | GREEDY) as answer:
+            lines = answer.iter_lines()
+            first = next(line for line in lines if line)
+            assert trainer.post(UNLOAD, json={"lora_name": "a3"}).status_code == 200
+            is_error(trainer.post(UNLOAD, json={"lora_name": "a3"}), 404, "lora_name")
+            gate.set()
+            chunks = [json.loads(line[6:]) for line in (first, *lines) if line[6:7] == "{"]
+    finally:
+        gate.set()
+        del runner.launch
+    found = [c.get("token_ids") or [] for chunk in chunks for c in chunk["choices"]]
+    assert [token for each in found for token in each] == expected(PROMPT, 3, NUM, **BYTES)
+    is_error(user.post(COMPLETION, json={"model": "a3", "prompt": [1]}), 404, "model")
+    assert said(user, "a1") == right(PROMPT, "a1")  # and the page hears of it
+    rows = user.get("/ui/data").json()["adapters"]["rows"]
+    assert [row["name"] for row in rows] == ["a1", "a2"]
+
+
 OUTSIDE = "The path of the adapter is outside of --lora-folder."
 
 
@@ -285,26 +319,31 @@ OUTSIDE = "The path of the adapter is outside of --lora-folder."
         ("away", OUTSIDE),
         ("third/../../x", OUTSIDE),
         ("a\0b", "The path of the adapter cannot be read."),
-        ("nowhere", "is no directory with an adapter_config.json"),
-        ("empty", "is no directory with an adapter_config.json"),
-        ("third/adapter_model.safetensors", "is no directory with an adapter_config.json"),
         ("x" * 5000, ""),
         ("wide", "rank 32 is more than max_lora_rank = 8"),
+        ("broken", "broken/adapter_config.json"),
         ("", "Both 'lora_name' and 'lora_path' must be provided."),
     ],
 )
-def test_paths_that_are_refused(trainer, user, path, words):
+def test_paths_that_are_refused(trainer, user, folder, path, words):
     answer = trainer.post(LOAD, json={"lora_name": "a9", "lora_path": path})
-    is_error_of_a_path(answer, words)
+    is_error_of_a_path(answer, 400, words, folder)
     is_error(user.get("/v1/models/a9"), 404)
 
 
-def is_error_of_a_path(answer, words: str) -> None:
+@pytest.mark.parametrize("path", ["nowhere", "empty", "third/adapter_model.safetensors"])
+def test_paths_without_an_adapter(trainer, user, folder, path):
+    """They are not found, as vLLM has it."""
+    answer = trainer.post(LOAD, json={"lora_name": "a9", "lora_path": path})
+    is_error_of_a_path(answer, 404, f"'{path}' is no directory with an adapter_config.json", folder)
+    is_error(user.get("/v1/models/a9"), 404)
+
+
+def is_error_of_a_path(answer, status: int, words: str, folder) -> None:
     """It may name the path that was asked for, and nothing else of the inside."""
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert words in error["message"]
-    assert "Traceback" not in answer.text and "\n" not in error["message"]
+    is_error(answer, status)
+    assert words in answer.json()["error"]["message"]
+    assert str(folder) not in answer.text
 
 
 @pytest.mark.parametrize(

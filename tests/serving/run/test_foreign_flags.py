@@ -147,6 +147,7 @@ def test_a_flag_without_effect_is_told_and_its_value_is_no_model(words):
 
 
 A_AND_C = {"a": "/b", "c": "/d"}
+OF_SGLANG = '{"lora_name": "a", "lora_path": "/b", "pinned": %s}'
 
 
 @pytest.mark.parametrize(
@@ -159,7 +160,14 @@ A_AND_C = {"a": "/b", "c": "/d"}
         (["m", "--lora-modules", '{"name": "a", "path": "/b"}', "c=/d"], A_AND_C),
         (["m", "--lora-modules", '[{"name": "a", "path": "/b,c"}]'], {"a": "/b,c"}),
         (["m", "--lora_paths", "a=/b", "c=/d", "--max-loras-per-batch", "2"], A_AND_C),
-        (["m", "--lora-paths", '{"lora_name": "a", "lora_path": "/b", "x": 1}'], {"a": "/b"}),
+        (
+            ["m", "--lora-paths", '{"lora_name": "a", "lora_path": "/b", "pinned": false}'],
+            {"a": "/b"},
+        ),
+        (
+            ["m", "--lora-modules", '{"name": "a", "path": "/b", "base_model_name": "m"}'],
+            {"a": "/b"},
+        ),
     ],
     ids=str,
 )
@@ -176,6 +184,8 @@ def test_adapters_in_words_and_objects(words, modules):
         ["--lora-modules", "/only/a/path"],
         ["--lora-modules", "a=b", "a=c"],
         ["--lora-modules", '{"name": "a"}'],
+        ["--lora-modules", '{"name": "a", "path": "/b", "rank": 8}'],
+        ["--lora-paths", OF_SGLANG % "true"],
         ["--lora-modules", "=b"],
         ["--lora-modules", "[1]"],
         ["--lora-modules", "{"],
