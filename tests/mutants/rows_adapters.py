@@ -9,9 +9,14 @@ SLOTS = "shiftjax/adapters/slots_device.py"
 PEFT = "shiftjax/weights/peft.py"
 FOLDER = "shiftjax/adapters/folder.py"
 PACK = "shiftjax/device/pack.py"
+SERVICE = "serving/server/service.py"
+ROUTES = "serving/http/adapters.py"
+TOLD = "shiftjax/adapters/state_told.py"
 TEST = "tests/adapters/test_adapters.py"
 TEST_POOL = "tests/adapters/test_pool.py"
 TEST_PEFT = "tests/weights/test_peft.py"
+TEST_HTTP = "tests/serving/http/test_adapters_http.py"
+TEST_TOLD = "tests/adapters/test_state_told.py"
 
 ROWS = (
     Mutant(
@@ -166,5 +171,41 @@ ROWS = (
         "found = root / path",
         (TEST_PEFT,),
         "clients read directories that are none of theirs",
+    ),
+    Mutant(
+        "requests over HTTP and gRPC have no adapter",
+        "adapters",
+        SERVICE,
+        "adapter = model.adapter_of(fields.model)",
+        "adapter = None",
+        (TEST_HTTP,),
+        "the model answers for its adapters",
+    ),
+    Mutant(
+        "unloading takes adapters from those who have them",
+        "adapters",
+        POOL,
+        "                gone.discard(key)",
+        "                pass",
+        (TEST_HTTP,),
+        "a request that runs ends with the engine",
+    ),
+    Mutant(
+        "errors tell where the folder of adapters is",
+        "adapters",
+        ROUTES,
+        "str(error).replace(str(path), fields.lora_path) if path.name else str(error)",
+        "str(error)",
+        (TEST_HTTP,),
+        "clients learn the directories of the server",
+    ),
+    Mutant(
+        "a label has the names of all adapters",
+        "adapters",
+        TOLD,
+        "[:MOST_NAMED]",
+        "",
+        (TEST_TOLD,),
+        "a line of metrics grows with every adapter that is waited for",
     ),
 )
