@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shiftjax.core.policies import DEFAULT_POLICY, POLICIES
 from shiftjax.draft_options import DraftOptions
-from shiftjax.lora_options import LoraOptions
+from shiftjax.lora_options import LoraOptions, lora_problems
 from shiftjax.options import (
     ConfigError,
     Setting,
@@ -500,25 +500,6 @@ def budget_holds_the_decodes(
     )
 
 
-def _adapters_are_enabled(
-    enable_lora: bool,
-    lora_modules: str | None,
-    max_loras: int | None,
-    max_cpu_loras: int | None,
-    lora_folder: str | None,
-    lora_experts: bool,
-) -> str | None:
-    given = {"lora_modules": lora_modules, "max_loras": max_loras}
-    given |= {"max_cpu_loras": max_cpu_loras, "lora_folder": lora_folder}
-    given["lora_experts"] = lora_experts or None
-    set_ones = [name for name, value in given.items() if value is not None]
-    if set_ones and not enable_lora:
-        return f"{set_ones[0]} has no meaning without enable_lora: set it, too"
-    if max_loras and max_cpu_loras and max_cpu_loras < max_loras:
-        return f"max_cpu_loras = {max_cpu_loras} is less than max_loras = {max_loras}"
-    return None
-
-
 def _fleet_has_its_own_degrees(
     fleet: bool, dp: int, sp: int | None, weights: str, shift_weights: str | None
 ) -> str | None:
@@ -771,7 +752,6 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _hosts_are_complete,
     _hosts_share_the_devices,
     _phases_fill_the_devices,
-    _adapters_are_enabled,
     _fleet_has_its_own_degrees,
     _threshold_is_used,
     _machine_is_used,
@@ -791,6 +771,6 @@ def rule_problems(options: Mapping[str, Any], broken: Collection[str] = ()) -> l
         names = inspect.signature(rule).parameters
         if not any(name in broken for name in names):
             problems.append(rule(**{name: options[name] for name in names}))
-    problems += [] if broken else _unused_draft_settings(options)
+    problems += [] if broken else _unused_draft_settings(options) + lora_problems(options)
     problems += [] if broken else fleet_problems(options) + _refused_together(options)
     return [problem for problem in problems if problem]

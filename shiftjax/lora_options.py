@@ -1,10 +1,12 @@
 """The settings of low-rank adapters. No JAX."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shiftjax.options import option, shown
+from shiftjax.options import option, settings_of, shown
 
 CONFIG = "adapter_config.json"  # of a directory that is an adapter
 _KEYS = "name", "path", "base_model_name"  # the last is vLLM's, and changes no token
@@ -109,3 +111,15 @@ class LoraOptions:
 
 
 NO_LORA = LoraOptions()
+
+
+def lora_problems(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong between the settings of adapters, of all settings by name."""
+    if not options["enable_lora"]:
+        own = settings_of(LoraOptions).items()
+        given = [name for name, setting in own if options[name] != setting.default]
+        return [f"{name} has no meaning without enable_lora: set it, too" for name in given[:1]]
+    most, held = options["max_cpu_loras"], options["max_loras"]
+    if held and most and most < held:
+        return [f"max_cpu_loras = {most} is less than max_loras = {held}"]
+    return []

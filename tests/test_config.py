@@ -168,6 +168,7 @@ BROKEN_RULES = [
     ({"devices": 8, "phases": "pp4:tp4"}, "pp4:tp4 takes 4 devices, but devices = 8"),
     ({"hosts": None}, "hosts = auto is read from the environment"),
     ({"max_loras": 2}, "max_loras has no meaning without enable_lora"),
+    ({"max_lora_rank": 64}, "max_lora_rank has no meaning without enable_lora"),
     ({"hosts": 2}, "hosts = 2 needs coordinator and host_secret_file"),
     ({"host_rank": 1}, "host_rank has no meaning with hosts = 1"),
     (HOSTS | {"host_rank": 2}, "host_rank = 2 must be below hosts = 2"),
