@@ -55,7 +55,9 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
         settings = _settings(flags) | ({"drafts": DRAFTS} if drafts else {})
         fleet = _fleet_options(arguments, EngineConfig())
         named = flags | target | {"model": model_of(flags.get("model", MODEL))}
-        asked = with_slots(target_from(named), arguments)
+        asked = target_from(named)
+        slots = EngineConfig.from_options(**lora_settings(arguments))
+        asked = replace(asked, model=with_adapters(slots, asked.model))
         return Asked(with_kernels(asked, arguments.kernels), settings, [], fleet)
     config, _ = read_settings(flags, arguments.config)
     if arguments.loras is not None or arguments.lora_rank is not None:
@@ -73,17 +75,16 @@ def asked_of(arguments: argparse.Namespace, machine: str | None = None) -> Asked
     return Asked(asked, settings, [own], _fleet_options(arguments, config))
 
 
-def with_slots(target: Target, arguments: argparse.Namespace) -> Target:
-    """Return a target whose model has room for the adapters of the flags. Raises ConfigError."""
+def lora_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings of the slots that the flags ask for, if any. Raises ConfigError."""
     num, rank = arguments.loras, arguments.lora_rank
     if num is None:
         if rank is not None:
             raise ConfigError(["--lora-rank is for --loras"])
-        return target
+        return {}
     values = {"max_loras": num, "max_lora_rank": rank or NO_LORA.max_lora_rank}
     _check(values)
-    config = EngineConfig.from_options(enable_lora=True, **values)
-    return replace(target, model=with_adapters(config, target.model))
+    return {"enable_lora": True, **values}
 
 
 def _fleet_options(arguments: argparse.Namespace, config: EngineConfig) -> FleetOptions:

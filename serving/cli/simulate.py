@@ -10,7 +10,7 @@ from typing import Any
 from pallas_kernels.sum_sizes import LEAST_DEVICES
 from serving.bench.flags import meshes_of
 from serving.cli.advise import Sought, decide, is_asked
-from serving.cli.asked import asked_of, fleet_flags
+from serving.cli.asked import asked_of, fleet_flags, lora_settings
 from serving.cli.mesh_flags import COMPARED, OUTPUT, PROMPT
 from serving.cli.trace_flags import number_of, trace_of, window_of
 from shiftjax.config import EngineConfig
@@ -18,7 +18,6 @@ from shiftjax.core.request import SamplingParams
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.window_rule import freed_in_words
-from shiftjax.lora_options import NO_LORA
 from shiftjax.options import ConfigError, num_bytes_of
 from shiftjax.parallel.arrangements import FleetOptions, spelled
 from shiftjax.parallel.degrees import Degrees
@@ -335,13 +334,14 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, Any]:
     num = arguments.adapters
     if num is None:
         return {}
+    if arguments.config is not None:
+        raise ConfigError(["--adapters: the --config says them, as lora_modules"])
     if arguments.loras is None:
         raise ConfigError(["--adapters needs --loras, the slots for them"])
     if not 1 <= num <= MOST_ADAPTERS:
         raise ConfigError([f"--adapters must be 1 to {MOST_ADAPTERS}, got {num}"])
-    found = {"enable_lora": True, "max_loras": arguments.loras}
-    found["max_lora_rank"] = arguments.lora_rank or NO_LORA.max_lora_rank
-    return found | {"lora_modules": ",".join(f"a{nth}=a{nth}" for nth in range(num))}
+    modules = ",".join(f"a{nth}=a{nth}" for nth in range(num))
+    return lora_settings(arguments) | {"lora_modules": modules}
 
 
 def compared_names(texts: Sequence[str]) -> list[str]:
