@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -33,8 +32,3 @@ class Adapter:
     def key(self) -> str:
         """What tells it from other adapters that had this name."""
         return f"{self.name}@{self.digest}"
-
-    @cached_property
-    def num_bytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(each.a.nbytes + each.b.nbytes for each in self.factors.values())

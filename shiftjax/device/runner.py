@@ -281,7 +281,9 @@ class DeviceRunner:
         return self.programs[self._index_for(plan)]
 
     def _index_for(self, plan: StepPlan) -> int:
-        has_adapters = any(item.sequence.request.adapter for item in plan.scheduled)
+        has_adapters = self.slots is not None and any(
+            item.sequence.request.adapter for item in plan.scheduled
+        )
         for index, program in enumerate(self.programs):
             if suits(program.bucket, plan, self.step.attention, has_adapters=has_adapters):
                 return index

@@ -1,6 +1,7 @@
 """Adapters of the Python API."""
 
 import pytest
+import rollouts_kit
 from adapters_kit import adapter, expected, modules
 from engines import checkpoint
 
@@ -9,18 +10,7 @@ from shiftjax.adapters.adapter import AdapterError
 from shiftjax.core.request import RequestError, SamplingParams
 
 FEW = {"num_hidden_layers": 1}
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 64,
-    "block_size": 4,
-    "num_blocks": 60,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "token_buckets": [16],
-    "cache_dir": "none",
-    "sp": 1,
-    "tp": 1,
-}
+OPTIONS = rollouts_kit.OPTIONS | {"sp": 1, "tp": 1}
 PROMPTS = [[5, 17, 99], [3, 42, 7], [64, 30, 11, 150]]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
