@@ -175,13 +175,12 @@ def model_of(args: argparse.Namespace) -> ModelConfig:
     return LATENTS if args.latents else EXPERTS if args.experts else plain
 
 
-def modules_of(args: argparse.Namespace) -> str:
-    """Write two adapters of the model; returns the setting that names them."""
+def modules_of(args: argparse.Namespace, folder: Path) -> str:
+    """Write two adapters of the model to a folder; returns the setting that names them."""
     from labs.lora import TARGETS, make_adapter
 
     from shiftjax.weights.random import RandomSource
 
-    folder = Path(tempfile.mkdtemp(prefix="shiftjax-lora-"))
     tensors = RandomSource(model_of(args)).tensors
     shapes = {n: t.shape for n, t in tensors.items() if n.removesuffix(".weight").endswith(TARGETS)}
     return ",".join(f"a{n}={make_adapter(folder, shapes, 4, n, 0.5)}" for n in range(2))
@@ -288,11 +287,11 @@ def run_together(roles: Sequence[str], *arguments: Any) -> dict[str, dict[str, A
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Run all three, the pair after the one."""
-    args.modules = modules_of(args) if args.loras else None
-    arguments = args, free_port(), os.urandom(16).hex()
-    results = run_together(("alone",), *arguments) | run_together(
-        ("leader", "follower"), *arguments
-    )
+    with tempfile.TemporaryDirectory(prefix="shiftjax-lora-") as folder:
+        args.modules = modules_of(args, Path(folder)) if args.loras else None
+        arguments = args, free_port(), os.urandom(16).hex()
+        results = run_together(("alone",), *arguments)
+        results |= run_together(("leader", "follower"), *arguments)
     alone, leader = results["alone"], results["leader"]
     same = ("preemptions", "prefix_hit_tokens", "drafted_steps", "steps", "message_bytes_p50")
     return {

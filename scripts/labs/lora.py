@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +56,11 @@ def make_adapter(
     return str(path)
 
 
-def start_workers(arguments: argparse.Namespace) -> list[Worker]:
-    """Return the engines' processes, loaded."""
+def start_workers(arguments: argparse.Namespace, folder: Path) -> list[Worker]:
+    """Return the engines' processes, loaded; the model and the adapters are put in a folder."""
     from shiftjax.weights.convert import convert
     from shiftjax.weights.locate import open_source, resolve_model
 
-    folder = Path(tempfile.mkdtemp(prefix="shiftjax-lora-"))
     model = str(folder / "model")  # a directory that all can read
     convert(arguments.model, Path(model), dtype=arguments.dtype)
     shapes = {
@@ -96,9 +95,19 @@ def start_workers(arguments: argparse.Namespace) -> list[Worker]:
 def measure(arguments: argparse.Namespace) -> Generator[Row, None, Row]:
     """Yield rounds; return medians, and ratios within rounds over the engine without adapters."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    workers, rng = start_workers(arguments), np.random.default_rng(0)
-    prompts = rng.integers(3, 5000, (arguments.streams, PROMPT)).tolist()
     rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="shiftjax-lora-") as folder:
+        for row in _rows_of(arguments, start_workers(arguments, Path(folder))):
+            yield row
+            rows += [row] if row["round"] >= 0 else []
+    names = dict.fromkeys(row["engine"] for row in rows)
+    return {name: _summed(rows, name, baseline_of(name)) for name in names}
+
+
+def _rows_of(arguments: argparse.Namespace, workers: list[Worker]) -> Iterator[Row]:
+    """Yield a row for each engine and round, the engines in turn; -1 is the round that warms up."""
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, 5000, (arguments.streams, PROMPT)).tolist()
     for number in range(-1, arguments.rounds):
         turn = number % len(workers)
         for worker in workers[turn:] + workers[:turn]:
@@ -110,11 +119,8 @@ def measure(arguments: argparse.Namespace) -> Generator[Row, None, Row]:
             row["decode"] = round(decoded / max(1e-9, whole - first), 1)
             row["all"] = round(len(prompts) * arguments.tokens / whole, 1)
             yield row
-            rows += [row] if number >= 0 else []
     for worker in workers:
         worker.close()
-    names = dict.fromkeys(row["engine"] for row in rows)
-    return {name: _summed(rows, name, baseline_of(name)) for name in names}
 
 
 def baseline_of(name: str) -> str:
