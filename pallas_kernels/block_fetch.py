@@ -6,6 +6,7 @@ from typing import Any
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.block_added import added_ring, factor_copier, rows_copier
 from pallas_kernels.block_problem import (
     Inputs,
     Item,
@@ -25,11 +26,17 @@ def fetch(problem: Problem, inputs: Inputs, shared: Shared) -> None:
     if not problem.is_plain:
         jobs.append(_scales_copier(problem, inputs, shared))
     jobs += [_weights_copier(problem, inputs, shared, part) for part in range(problem.parts)]
+    after = None
+    if problem.added:
+        rows = [rows_copier(problem, inputs, shared)] + [None] * (len(jobs) - 1 - problem.parts)
+        own = [factor_copier(problem, inputs, shared, part) for part in range(problem.parts)]
+        after = added_ring(problem, shared), rows + own
     fill_ring(
         ring_of(problem, shared),
         functools.partial(count_items, problem, inputs),
         functools.partial(read_item, problem, inputs),
         jobs,
+        after,
     )
 
 

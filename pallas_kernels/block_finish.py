@@ -9,12 +9,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.block_added import Sums, added_sums
 from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
 from pallas_kernels.gates import activate
 from pallas_kernels.grouped_split import CHANNELS, PART, WARPGROUPS
-from pallas_kernels.mosaic import FP8, WGMMA, code_scale, fence, store
-
-type Sums = tuple[jax.Array, ...]  # of each part, float32, of `Problem.shape`
+from pallas_kernels.mosaic import FP8, WGMMA, code_scale, fence, remainder, store
 
 
 class Worker(NamedTuple):
@@ -45,10 +44,16 @@ class Worker(NamedTuple):
         )
 
 
-def finish(worker: Worker, item: Item, sums: Sums) -> None:
-    """Scale the sums of an item, activate and write them; in a cluster its first block does."""
-    if worker.problem.cluster == 1:
-        _finish(worker, item, sums)
+def finish(worker: Worker, item: Item, sums: Sums, added: jax.Array) -> None:
+    """Scale the sums of an item, activate and write them; in a cluster its first block does.
+
+    `added` steps with matrices of low rank came before.
+    """
+    problem, more = worker.problem, None
+    if problem.added:
+        more = added_sums(problem, worker.shared, worker.me, item, added)
+    if problem.cluster == 1:
+        _finish(worker, item, sums, more)
         return
     _meet(worker, item, sums)
 
@@ -56,11 +61,11 @@ def finish(worker: Worker, item: Item, sums: Sums) -> None:
     def _() -> None:
         others = worker.out[-1]
         whole = list(sums)
-        for other in range(worker.problem.cluster - 1):
+        for other in range(problem.cluster - 1):
             for part in range(len(sums)):
                 here = others.at[other, _place(worker, item), part, worker.me]
                 whole[part] = whole[part] + plgpu.load(here, layout=WGMMA, optimized=False)
-        _finish(worker, item, tuple(whole))
+        _finish(worker, item, tuple(whole), more)
 
 
 def _meet(worker: Worker, item: Item, sums: Sums) -> None:
@@ -83,21 +88,23 @@ def _place(worker: Worker, item: Item) -> jax.Array:
     return item.tile * worker.problem.columns + item.column
 
 
-def _finish(worker: Worker, item: Item, sums: Sums) -> None:
+def _finish(worker: Worker, item: Item, sums: Sums, more: Sums | None) -> None:
     problem = worker.problem
     for i, first in enumerate(problem.firsts[:-1]):
-        write = functools.partial(_finish_matrix, worker, i, item, sums)
+        write = functools.partial(_finish_matrix, worker, i, item, sums, more)
         if len(problem.outs) == 1:
             write()
         else:
             pl.when((item.column >= first) & (item.column < problem.firsts[i + 1]))(write)
 
 
-def _finish_matrix(worker: Worker, i: int, item: Item, sums: Sums) -> None:
-    """Finish those of matrix `i`, or of gate and up."""
+def _finish_matrix(worker: Worker, i: int, item: Item, sums: Sums, more: Sums | None) -> None:
+    """Finish those of matrix `i`, or of gate and up, to which there may be more to add."""
     problem, matrices = worker.problem, worker.inputs.matrices
     first = (item.column - problem.firsts[i]) * PART
     values = [_scaled(worker, matrices[i + n], item, first, one) for n, one in enumerate(sums)]
+    if more is not None:
+        values = [one + other for one, other in zip(values, more, strict=True)]
     if problem.splits > 1:
         for n, one in enumerate(values):
             store(place_of_sums(worker, worker.out[0], item, n), one)
@@ -115,12 +122,27 @@ def write(worker: Worker, i: int, item: Item, values: Sums) -> None:
     """Activate the scaled sums of matrix `i`, or of gate and up, and write them."""
     result = worker.problem.result
     one = values[0] if result.gate is None else activate(result.gate, *values)
+    if result.groups is not None:
+        one = _of_own_group(worker, item, one)
     if worker.problem.is_turned:
         store(place_of_sums(worker, worker.out[0], item), one)
     elif result.quantised:
         _put_codes(worker, item, one)
     else:
         _put_numbers(worker, i, item, one)
+
+
+def _of_own_group(worker: Worker, item: Item, values: jax.Array) -> jax.Array:
+    """Return zeros for channels that are not of a row's group, whatever these hold."""
+    groups, axis = worker.problem.result.groups, worker.channels_axis
+    assert groups is not None and worker.inputs.group is not None
+    rows = worker.inputs.group.at[worker.rows_of(item)]
+    own = plgpu.load(rows, layout=WGMMA.reduce(axis), optimized=False)
+    channel = plgpu.broadcasted_iota(jnp.int32, values.shape, axis, layout=WGMMA)
+    channel = channel + item.column * PART + worker.me * CHANNELS
+    group = remainder(lax.div(channel, jnp.full_like(channel, groups.channels)), groups.num)
+    is_own = group == lax.broadcast_in_dim(own, values.shape, [1 - axis])
+    return jnp.where(is_own, values, jnp.zeros_like(values))
 
 
 # ---------------------------------------------------------------- scales

@@ -15,6 +15,9 @@ A block is 32, 64, 96 or 128 inputs. Weights have a scale for each output channe
 A block is 64 or 128 inputs of these. An item is a tile of rows and 128 output channels, of each of
 two matrices where these are gate and up. Few items are cut along their contraction: a cluster of
 thread blocks has an item, and each of them a part of it.
+
+To a product of few rows matrices of low rank may add (`block_added.py`). Results may be of groups
+of channels, of which each row keeps one, and has zeros for the others.
 """
 
 import math
@@ -25,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 
 from pallas_kernels.gates import Gate
 from pallas_kernels.grouped_split import (
@@ -49,6 +52,7 @@ BLOCKS = 128, 64, 32  # of column-parallel matrices
 CLUSTERS = 8, 4, 2  # thread blocks that have an item together: 8 are what every GPU can
 CLUSTER = "cluster"  # their axis
 LEAST_COPIED = 32  # float32 numbers: the copy engine writes to multiples of 128 bytes
+ADDED_STEP = 64  # of the contraction with matrices of low rank: what a swizzle spans
 
 
 class BlockCodes(NamedTuple):
@@ -65,6 +69,7 @@ class BlockMatrix(NamedTuple):
     scale: Float[Any, "*experts out"] | None = None
     blocks: Float[Any, "*experts out_blocks blocks"] | None = None  # as codes: row-parallel, turned
     bias: Float[Any, "*experts out"] | None = None
+    factor: Num[Any, "out width"] | None = None  # of low rank; of row-parallel ones [width, out]
 
     @property
     def is_plain(self) -> bool:
@@ -98,6 +103,13 @@ class BlockConfig(NamedTuple):
         return self._replace(splits=self.splits * cluster, num_blocks=blocks * cluster, cluster=1)
 
 
+class Groups(NamedTuple):
+    """Groups of neighbouring channels, of which a row keeps its own; they come again and again."""
+
+    num: int
+    channels: int  # of each
+
+
 class Result(NamedTuple):
     """What comes out; see `block_product`."""
 
@@ -105,6 +117,7 @@ class Result(NamedTuple):
     gate: Gate | None = None  # of two matrices, gate and up
     quantised: bool = False
     interpret: Any = False
+    groups: Groups | None = None
 
 
 class Problem(NamedTuple):
@@ -124,6 +137,24 @@ class Problem(NamedTuple):
     is_row_parallel: bool
     cluster: int = 1
     operands: DTypeLike = FP8
+    added: int = 0  # width of the matrices of low rank; 0: there are none
+    factors: DTypeLike = jnp.bfloat16  # what they and their inputs are
+
+    @property
+    def added_steps(self) -> int:
+        """Steps of an item's contraction with a matrix of low rank."""
+        return -(-self.added // ADDED_STEP)
+
+    @property
+    def added_stages(self) -> int:
+        """Of shared memory, for these steps: two if there is room."""
+        return min(self.added_steps, 2 if self.result.gate is None else 1)
+
+    @property
+    def added_bytes(self) -> int:
+        """Of shared memory, for these stages."""
+        numbers = self.added_stages * self.parts * (self.rows + PART) * ADDED_STEP
+        return numbers * jnp.dtype(self.factors).itemsize
 
     @property
     def is_plain(self) -> bool:
@@ -180,6 +211,8 @@ class Inputs(NamedTuple):
     matrices: tuple[BlockMatrix, ...]
     tiles: Tiles | None = None  # of rows that have an expert each
     gain: Any = None  # [tiles, rows] float32: what results are to be times
+    added: Num[Any, "tokens matrices_width"] | None = None  # what matrices of low rank multiply
+    group: Int[Any, " all_rows"] | None = None  # of each row of all tiles
 
 
 class Shared(NamedTuple):
@@ -195,6 +228,11 @@ class Shared(NamedTuple):
     free: Any
     both: Any  # of codes: both warpgroups are there
     cluster: Any  # all blocks of a cluster are there; None: there are none
+    # Of matrices of low rank, for each part: [stages, PART, step] or turned, [stages, rows, step].
+    factors: tuple[Any, ...]
+    added_x: tuple[Any, ...]
+    added_full: Any
+    added_free: Any
 
 
 class Item(NamedTuple):
@@ -299,10 +337,13 @@ def make_problem(inputs: Inputs, config: BlockConfig, result: Result) -> Problem
         cluster,
         x.dtype,
     )
+    if inputs.added is not None:
+        width = inputs.added.shape[1] // len(matrices)
+        problem = problem._replace(added=width, factors=inputs.added.dtype)
     staged = (rows + problem.parts * PART) * block * jnp.dtype(x.dtype).itemsize
     staged += 0 if problem.is_plain else max(rows, LEAST_COPIED) * 4
     written = 0 if problem.is_turned else rows * PART * jnp.dtype(_written(problem)).itemsize
-    left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - written
+    left = SHARED_MEMORY_LIMIT - OVERHEAD_BYTES - written - problem.added_bytes
     return problem._replace(stages=stages or min(left // staged, MAX_STAGES))
 
 
@@ -339,7 +380,23 @@ def shared_memory(problem: Problem) -> Shared:
         cluster=plgpu.ClusterBarrier(collective_axes=(CLUSTER,), num_arrivals=WARPGROUPS)
         if problem.cluster > 1
         else None,
+        **_shared_of_added(problem),
     )
+
+
+def _shared_of_added(problem: Problem) -> dict[str, Any]:
+    """Describe what matrices of low rank have of it."""
+    if not problem.added:
+        return {"factors": (), "added_x": (), "added_full": None, "added_free": None}
+    stages, parts, dtype = problem.added_stages, problem.parts, problem.factors
+    own = (ADDED_STEP, PART) if problem.is_row_parallel else (PART, ADDED_STEP)
+    rows = swizzled((stages, problem.rows, ADDED_STEP), dtype, COLUMNS)
+    return {
+        "factors": (swizzled((stages, *own), dtype, COLUMNS),) * parts,
+        "added_x": (rows,) * parts,
+        "added_full": plgpu.Barrier(num_arrivals=2 * parts, num_barriers=stages),
+        "added_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages),
+    }
 
 
 def ring_of(problem: Problem, shared: Shared) -> Ring:

@@ -19,16 +19,18 @@ its first thread block adds up what the others have, in their order, and writes 
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Int, Num
 
+from pallas_kernels.block_added import Sums, added_steps
 from pallas_kernels.block_fetch import fetch
-from pallas_kernels.block_finish import Sums, Worker, finish
+from pallas_kernels.block_finish import Worker, finish
 from pallas_kernels.block_problem import (
     CLUSTER,
     CLUSTERS,
@@ -55,7 +57,16 @@ from pallas_kernels.grouped_split import CHANNELS, PART, PLAIN_BLOCKS, WARPGROUP
 from pallas_kernels.mosaic import FP8, WGMMA, Accumulator
 from pallas_kernels.product_ring import run_warpgroups
 
+
+class Beside(NamedTuple):
+    """What rows have beside the numbers that matrices multiply."""
+
+    added: Num[Any, "tokens matrices_width"] | None = None  # what their factors multiply
+    group: Int[Any, " tokens"] | None = None  # whose channels a row keeps, of `Result.groups`
+
+
 NUMBERS = Result()
+NOTHING = Beside()
 PLAIN = jnp.bfloat16, jnp.float16
 ROWS = 8  # of which there is a multiple: a tile of shared memory, as the copy engine has them
 
@@ -65,6 +76,7 @@ def block_product(
     matrices: tuple[BlockMatrix, ...],
     result: Result = NUMBERS,
     config: BlockConfig | None = None,
+    beside: Beside = NOTHING,
 ) -> Any:
     """Return the product with one matrix, with several, joined, or with gate and up.
 
@@ -72,13 +84,18 @@ def block_product(
     splits, float32 `[splits, channels, rows]`, where every matrix has whole blocks of 128 channels
     and rows are those of tiles. Raises ValueError for what the kernel cannot do.
     """
-    if wrong := wrong_block(x, matrices, result, config):
+    if wrong := wrong_block(x, matrices, result, config, beside):
         raise ValueError("block_product: " + "; ".join(wrong))
     tokens = x.values.shape[0]
-    x = _padded(x)
+    x, added, group = _padded(x), beside.added, beside.group
     if config is None:
         config = block_config(x, matrices, result)
-    inputs = Inputs(x, tuple(whole_channels(matrix) for matrix in matrices))
+    if added is not None:
+        added = jnp.pad(added, ((0, -tokens % ROWS), (0, 0)))
+    if group is not None:
+        group = jnp.pad(group, (0, -tokens % config.rows))
+    whole = tuple(whole_channels(matrix) for matrix in matrices)
+    inputs = Inputs(x, whole, added=added, group=group)
     problem = make_problem(inputs, config, result)
     out = run_product(problem, inputs)
     if result.quantised:
@@ -93,10 +110,13 @@ def wrong_block(
     matrices: tuple[BlockMatrix, ...],
     result: Result = NUMBERS,
     config: BlockConfig | None = None,
+    beside: Beside = NOTHING,
 ) -> list[str]:
     """Say what the kernel cannot do."""
+    last = _wrong_result(x, matrices, result, config)
+    last += _wrong_beside(x, matrices, result, config, beside)
     if x.scale is None:
-        return _wrong_plain(x, matrices) + _wrong_result(x, matrices, result, config)
+        return _wrong_plain(x, matrices) + last
     wrong, (steps, _), inputs = [], x.scale.shape, x.values.shape[1]
     for matrix in matrices:
         values, block, own = matrix.values, block_of(x, matrix), matrix.inputs
@@ -109,7 +129,35 @@ def wrong_block(
         if inputs % SEGMENT or own % SEGMENT:
             wrong.append(f"{inputs} and {own} inputs must be multiples of {SEGMENT}")
         wrong += _wrong_scales(matrix, steps)
-    return wrong + _wrong_result(x, matrices, result, config)
+    return wrong + last
+
+
+def _wrong_beside(
+    x: BlockCodes,
+    matrices: tuple[BlockMatrix, ...],
+    result: Result,
+    config: BlockConfig | None,
+    beside: Beside,
+) -> list[str]:
+    """Say what it cannot do with matrices of low rank, and with groups of channels."""
+    wrong, (tokens, num) = [], (x.values.shape[0], len(matrices))
+    rows = max(tokens, 0 if config is None else config.rows)
+    if (beside.added is not None or result.groups) and rows > FEW_ROWS[-1]:
+        wrong.append(f"{rows} rows are more than {FEW_ROWS[-1]}, beside which something is added")
+    if result.groups and (beside.group is None or result.quantised or result.gate is not None):
+        wrong.append("groups are of numbers, and every row has one")
+    factors = [matrix.factor for matrix in matrices]
+    if beside.added is None:
+        return wrong + ["there is nothing for factors"] * any(f is not None for f in factors)
+    dtype, width = beside.added.dtype, beside.added.shape[1] // num
+    if dtype not in PLAIN or width % ROWS or beside.added.shape != (tokens, num * width):
+        wrong.append(f"{beside.added.shape} of {dtype}: {tokens} x {num} times {ROWS}, 32 ...")
+    is_row = len(matrices[0].values.shape) == 3
+    for matrix in matrices:
+        wanted = (width, matrix.outputs) if is_row else (matrix.outputs, width)
+        if matrix.factor is None or (matrix.factor.shape, matrix.factor.dtype) != (wanted, dtype):
+            wrong.append(f"a factor must be {wanted} of {dtype}")
+    return wrong
 
 
 def _wrong_plain(x: BlockCodes, matrices: tuple[BlockMatrix, ...]) -> list[str]:
@@ -131,7 +179,8 @@ def _wrong_result(
 ) -> list[str]:
     """Say which channels and results it has not, and what of a config is wrong."""
     outs, steps = [matrix.outputs for matrix in matrices], steps_of(x, matrices[0]) or 1
-    wrong = [f"{out} outputs must be a multiple of {CHANNELS}" for out in outs if out % CHANNELS]
+    least = CHANNELS if result.groups is None else ROWS
+    wrong = [f"{out} outputs must be a multiple of {least}" for out in outs if out % least]
     kinds = {len(matrix.values.shape) for matrix in matrices}
     kinds |= {matrix.blocks is None for matrix in matrices}
     if len(kinds) > 2:
@@ -262,11 +311,12 @@ def _compute(worker: Worker) -> None:
     """Multiply this block's items, one after the other."""
     problem, inputs = worker.problem, worker.inputs
 
-    def run_item(nth: jax.Array, _: None) -> None:
+    def run_item(nth: jax.Array, added: jax.Array) -> jax.Array:
         item = read_item(problem, inputs, nth)
-        finish(worker, item, _multiply(worker, item, nth * problem.steps))
+        finish(worker, item, _multiply(worker, item, nth * problem.steps), added)
+        return added + added_steps(problem, item) if problem.added else added
 
-    lax.fori_loop(0, count_items(problem, inputs), run_item, None)
+    lax.fori_loop(0, count_items(problem, inputs), run_item, jnp.int32(0))
     if not problem.is_turned:
         plgpu.wait_smem_to_gmem(0)
 

@@ -30,6 +30,7 @@ class Ring(NamedTuple):
     free: Any
     stages: int
     steps: int  # of an item
+    has: Callable[[Any], jax.Array] | None = None  # whether an item has any; None: every one
 
 
 def run_warpgroups(
@@ -54,42 +55,56 @@ def fill_ring(
     num_items: Callable[[], jax.Array],
     read_item: Callable[[jax.Array], Any],
     jobs: Sequence[Copier],
+    after: tuple[Ring, Sequence[Copier | None]] | None = None,
 ) -> None:
     """Keep the ring full: a warp for each operand.
 
-    Single warps, as every thread that asks for a copy also arrives at its barrier.
+    Single warps, as every thread that asks for a copy also arrives at its barrier. `after` is
+    another ring, and what each of the warps copies there when it has an item's steps in the first.
     """
 
     def by_warp(warp: jax.Array) -> None:
         for i, job in enumerate(jobs):
-            pl.when(warp == i)(functools.partial(_stream, ring, num_items, read_item, job))
+            streams = [(ring, job)]
+            if after is not None and (later := after[1][i]) is not None:
+                streams.append((after[0], later))
+            pl.when(warp == i)(functools.partial(_stream, streams, num_items, read_item))
 
     plgpu.warp_map(by_warp)
 
 
 def _stream(
-    ring: Ring,
+    streams: Sequence[tuple[Ring, Copier]],
     num_items: Callable[[], jax.Array],
     read_item: Callable[[jax.Array], Any],
-    job: Copier,
 ) -> None:
     """Copy one operand of all items, each step as soon as there is room for it."""
+
+    def copy_item(nth: jax.Array, counts: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        item = read_item(nth)
+        return tuple(
+            _copy_item(ring, job, item, count)
+            for (ring, job), count in zip(streams, counts, strict=True)
+        )
+
+    counts = lax.fori_loop(0, num_items(), copy_item, (jnp.int32(0),) * len(streams))
+    for (ring, _), count in zip(streams, counts, strict=True):
+        for slot in range(ring.stages):  # until the last users have let go of them
+            pl.when(slot < count)(functools.partial(plgpu.barrier_wait, ring.free.at[slot]))
+
+
+def _copy_item(ring: Ring, job: Copier, item: Any, count: jax.Array) -> jax.Array:
+    """Copy the steps of an item; return how many came before the next one's."""
     stages = jnp.int32(ring.stages)
 
-    def copy_item(nth: jax.Array, count: jax.Array) -> jax.Array:
-        item = read_item(nth)
+    def copy_step(k: jax.Array, count: jax.Array) -> jax.Array:
+        slot = lax.rem(count, stages)
+        pl.when(count >= stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
+        job(item, k, slot, ring.full.at[slot])
+        return count + 1
 
-        def copy_step(k: jax.Array, count: jax.Array) -> jax.Array:
-            slot = lax.rem(count, stages)
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-            job(item, k, slot, ring.full.at[slot])
-            return count + 1
-
-        return lax.fori_loop(0, ring.steps, copy_step, count)
-
-    count = lax.fori_loop(0, num_items(), copy_item, jnp.int32(0))
-    for slot in range(ring.stages):  # until the last users have let go of them
-        pl.when(slot < count)(functools.partial(plgpu.barrier_wait, ring.free.at[slot]))
+    steps = ring.steps if ring.has is None else jnp.where(ring.has(item), ring.steps, 0)
+    return lax.fori_loop(0, steps, copy_step, count)
 
 
 def share_of_items(items: jax.Array | int, num_blocks: int) -> jax.Array:

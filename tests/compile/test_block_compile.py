@@ -11,14 +11,16 @@ aot.require()
 pytestmark = pytest.mark.thorough
 
 from pallas_kernels.block_problem import (  # noqa: E402
+    ADDED_STEP,
     BlockCodes,
     BlockConfig,
     BlockMatrix,
+    Groups,
     Result,
     block_config,
     block_of,
 )
-from pallas_kernels.block_product import block_product  # noqa: E402
+from pallas_kernels.block_product import Beside, block_product  # noqa: E402
 from pallas_kernels.gates import GELU_TANH, SILU, Gate  # noqa: E402
 
 FP8 = jnp.float8_e4m3fn
@@ -35,6 +37,7 @@ class Case(NamedTuple):
     result: Result = Result()
     of_channels: bool = True
     is_plain: bool = False
+    added: int = 0  # width of matrices of low rank
 
     @property
     def instruction(self) -> int:
@@ -67,6 +70,12 @@ PLAIN = {  # numbers of 16 bits, few rows
     "float32": Case((576,), 576, result=Result(jnp.float32), is_plain=True),
     "gelu": Case((512, 512), 512, result=Result(gate=GELU_TANH), is_plain=True),
 }
+ADDED = [  # width of 8 slots of rank 16
+    case._replace(added=128)
+    for cases in (LLAMA_70B, PLAIN)
+    for name, case in cases.items()
+    if "TP 8" in name
+]
 OTHERS = {
     "scales of blocks": Case((1024, 128, 128), HIDDEN, of_channels=False),
     "scales of blocks, row-parallel": Case((HIDDEN,), 3584, 128, of_channels=False),
@@ -85,8 +94,21 @@ def shape(sizes: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def arguments(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, ...]]:
+def arguments(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, ...], Beside]:
     """The arrays of a product, as shapes."""
+    x, matrices = _product(case, tokens)
+    if case.result.groups is not None:
+        return x, matrices, Beside(group=shape((tokens,), jnp.int32))
+    if not case.added:
+        return x, matrices, Beside()
+    added = shape((tokens, len(case.outs) * case.added), jnp.bfloat16)
+    sizes = [(case.added, out) if case.block else (out, case.added) for out in case.outs]
+    own = zip(matrices, sizes, strict=True)
+    matrices = tuple(each._replace(factor=shape(size, jnp.bfloat16)) for each, size in own)
+    return x, matrices, Beside(added)
+
+
+def _product(case: Case, tokens: int) -> tuple[BlockCodes, tuple[BlockMatrix, ...]]:
     steps = -(-case.inputs // (case.block or 128))
     if case.is_plain:
         numbers = [
@@ -110,19 +132,22 @@ def check(case: Case, chip: str, tokens: int, config: BlockConfig | None = None)
 
     But for sums of a cluster.
     """
-    x, matrices = arguments(case, tokens)
+    x, matrices, beside = arguments(case, tokens)
     config = config or block_config(x, matrices, case.result)
     mesh = aot.make_mesh(chip, (1,), ("x",))
     program = aot.compile_for(
         mesh,
-        lambda x, matrices: block_product(x, matrices, case.result, config),
-        *aot.on_device(mesh, (x, matrices)),
+        lambda x, matrices, beside: block_product(x, matrices, case.result, config, beside),
+        *aot.on_device(mesh, (x, matrices, beside)),
     )
     (kernel,) = program.kernels
     parts = 1 if case.result.gate is None else 2
     assert kernel.registers <= REGISTERS
     block = block_of(x, matrices[0])
-    assert block and kernel.count(WGMMA) % (parts * block // case.instruction) == 0  # unrolled
+    assert block
+    unrolled, steps = parts * block // case.instruction, (1, 2) if case.added else (0,)
+    own = [kernel.count(WGMMA) - n * parts * ADDED_STEP // 16 for n in steps]
+    assert any(count > 0 and count % unrolled == 0 for count in own)
     assert max(program.shared_memory_bytes) <= aot.SHARED_MEMORY_LIMIT
     most = 0  # but for scales that end with a block, and what is turned
     if any(out % 128 for out in case.outs):
@@ -159,3 +184,18 @@ def test_products_of_numbers_fit_the_chip(chip, tokens, capsys):
     for case in PLAIN.values():
         with capsys.disabled():
             check(case, chip, tokens)
+
+
+@pytest.mark.parametrize(("chip", "tokens"), [("h100", 8), ("h200", 64)])
+def test_products_with_matrices_of_low_rank_fit_the_chip(chip, tokens, capsys):
+    for case in ADDED:
+        with capsys.disabled():
+            check(case, chip, tokens)
+
+
+@pytest.mark.parametrize("channels", [24, 128, 384])
+def test_groups_of_channels_fit_the_chip(channels, capsys):
+    for block in (0, 128):
+        case = Case((channels,), HIDDEN, block, Result(groups=Groups(3, 8)), is_plain=True)
+        with capsys.disabled():
+            check(case, "h200", 64)

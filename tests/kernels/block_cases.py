@@ -10,7 +10,8 @@ import numpy as np
 from attention_cases import INTERPRETER, watched_races
 
 from pallas_kernels import block_product
-from pallas_kernels.block_problem import BlockCodes, BlockConfig, BlockMatrix, Result
+from pallas_kernels.block_problem import BlockCodes, BlockConfig, BlockMatrix, Groups, Result
+from pallas_kernels.block_product import Beside
 from pallas_kernels.gates import Gate
 
 FP8 = jnp.float8_e4m3fn
@@ -34,11 +35,13 @@ class Case(NamedTuple):
     has_bias: bool = False
     cluster: int = 1  # thread blocks, among which the contraction is cut
     is_plain: bool = False  # numbers of 16 bits
+    added: int = 0  # width of matrices of low rank; 0: none
+    groups: Groups | None = None  # of channels, of which a row keeps its own
 
     @property
     def result(self) -> Result:
         """What is asked for."""
-        return Result(self.dtype, self.gate, self.quantised, INTERPRETER)
+        return Result(self.dtype, self.gate, self.quantised, INTERPRETER, self.groups)
 
     @property
     def config(self) -> BlockConfig:
@@ -54,13 +57,22 @@ class Made(NamedTuple):
     tokens: np.ndarray
     weights: list[np.ndarray]
     biases: list[np.ndarray]
+    beside: Beside = Beside()
 
 
 def make(case: Case, seed: int = 0) -> Made:
     """Draw codes, and scales that differ by some factors from one block to the next."""
     rng = np.random.default_rng(seed)
-    if case.is_plain:
-        return _make_plain(case, rng)
+    made = _make_plain(case, rng) if case.is_plain else _make_codes(case, rng)
+    if case.added:
+        made = _with_added(case, made, rng)
+    if case.groups is not None:
+        group = rng.integers(-1, case.groups.num + 1, case.tokens, np.int32)
+        made = made._replace(beside=Beside(group=jnp.asarray(group)))
+    return made
+
+
+def _make_codes(case: Case, rng: np.random.Generator) -> Made:
     block = case.block or CHANNELS
     steps = -(-case.inputs // block)
 
@@ -112,13 +124,44 @@ def _make_plain(case: Case, rng: np.random.Generator) -> Made:
     return Made(rows, tuple(matrices), x.astype(np.float64), weights, biases)
 
 
+def _with_added(case: Case, made: Made, rng: np.random.Generator) -> Made:
+    """Add matrices of low rank, whose inputs are as large as those of the others."""
+    size = float(np.sqrt(np.mean(made.tokens**2) * case.inputs / case.added))
+    shape = case.tokens, len(case.outs) * case.added
+    added = jnp.asarray(rng.normal(size=shape) * size, jnp.bfloat16)
+    matrices = []
+    for matrix, weight in zip(made.matrices, made.weights, strict=True):
+        factor = rng.normal(size=(matrix.outputs, case.added)) * np.std(weight)
+        factor = factor.T if case.block else factor
+        matrices.append(matrix._replace(factor=jnp.asarray(factor, jnp.bfloat16)))
+    return made._replace(matrices=tuple(matrices), beside=Beside(added))
+
+
+def _added_terms(case: Case, made: Made) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return what is added to each product, and the sums of the sizes of its terms."""
+    if made.beside.added is None:
+        return [(np.zeros(()), np.zeros(()))] * len(case.outs)
+    inner = np.split(np.asarray(made.beside.added, np.float64), len(case.outs), 1)
+    factors = [np.asarray(matrix.factor, np.float64) for matrix in made.matrices]
+    factors = [f if case.block else f.T for f in factors]
+    pairs = zip(inner, factors, strict=True)
+    return [(x @ factor, abs(x) @ abs(factor)) for x, factor in pairs]
+
+
 def define(case: Case, made: Made) -> tuple[np.ndarray, np.ndarray]:
     """Return the product in float64, and how far off it may be before it is rounded."""
-    pairs = list(zip(made.weights, made.biases, strict=True))
-    each = [made.tokens @ weight.T + bias for weight, bias in pairs]
-    errors = [OF_SUM * (abs(made.tokens) @ abs(w).T + abs(bias)) for w, bias in pairs]
+    parts = list(zip(made.weights, made.biases, _added_terms(case, made), strict=True))
+    each = [made.tokens @ weight.T + bias + more for weight, bias, (more, _) in parts]
+    errors = [
+        OF_SUM * (abs(made.tokens) @ abs(w).T + abs(bias) + size) for w, bias, (_, size) in parts
+    ]
     if case.gate is None:
-        return np.concatenate(each, 1), np.concatenate(errors, 1)
+        whole, error = np.concatenate(each, 1), np.concatenate(errors, 1)
+        if case.groups is None:
+            return whole, error
+        group = np.arange(whole.shape[1]) // case.groups.channels % case.groups.num
+        is_own = np.asarray(made.beside.group)[:, None] == group[None]
+        return whole * is_own, error * is_own
     (g, u), (g_error, u_error) = each, errors
     slope, limit, cubic = case.gate
     if limit is not None:
@@ -131,10 +174,12 @@ def define(case: Case, made: Made) -> tuple[np.ndarray, np.ndarray]:
 def run(case: Case, made: Made, module: ModuleType = block_product) -> Any:
     """Run the kernel; a data race is an error."""
     multiply: Callable[..., Any] = jax.jit(
-        lambda x, matrices: module.block_product(x, matrices, case.result, case.config)
+        lambda x, matrices, beside: module.block_product(
+            x, matrices, case.result, case.config, beside
+        )
     )
     with watched_races() as states:
-        out = jax.tree.map(np.asarray, multiply(made.x, made.matrices))
+        out = jax.tree.map(np.asarray, multiply(made.x, made.matrices, made.beside))
     assert states
     if any(state.races_found for state in states):
         raise RuntimeError("a data race")

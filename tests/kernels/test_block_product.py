@@ -11,6 +11,7 @@ from pallas_kernels.block_problem import (
     BlockCodes,
     BlockConfig,
     BlockMatrix,
+    Groups,
     Result,
     block_config,
     fixed_config,
@@ -63,6 +64,33 @@ CASES = {
         12, 512, (256, 256), gate=SILU, is_plain=True, cluster=4
     ),
     "codes of one matrix, float32": Case(3, 256, (128,), quantised=True, dtype=jnp.float32),
+    "numbers and low rank": Case(21, 256, (192,), is_plain=True, added=64),
+    "numbers, joined, and low rank that is no whole step": Case(
+        8, 256, (256, 128, 64), is_plain=True, added=24
+    ),
+    "numbers, joined and cut, and low rank": Case(
+        12, 512, (256, 128, 64), 16, 2, is_plain=True, added=128
+    ),
+    "numbers, gate and up, a cluster, and low rank": Case(
+        12, 512, (256, 256), gate=SILU, is_plain=True, cluster=4, added=136
+    ),
+    "numbers, row-parallel, and low rank": Case(
+        40, 256, (320,), 32, block=128, is_plain=True, added=40
+    ),
+    "row-parallel, scales of blocks, a cluster, and low rank": Case(
+        12, 512, (192,), 32, block=128, of_channels=False, cluster=2, added=72
+    ),
+    "gate and up, codes, and low rank": Case(
+        20, 256, (256, 256), 64, gate=SILU, quantised=True, added=128
+    ),
+    "float32 and low rank": Case(5, 256, (192,), dtype=jnp.float32, added=64),
+    "groups": Case(21, 256, (192,), is_plain=True, groups=Groups(3, 16)),
+    "groups, no whole block of channels, a cluster": Case(
+        12, 512, (24,), is_plain=True, groups=Groups(3, 8), cluster=2
+    ),
+    "groups, row-parallel": Case(
+        40, 256, (136,), 32, is_plain=True, block=128, groups=Groups(17, 8)
+    ),
 }
 
 
