@@ -75,6 +75,8 @@ class _Factors:
         own, is_a = self._matrices_of(weight), weight.name.endswith(A)
         if own.split == "experts":
             return 1 if is_a else 2
+        if is_a and not own.transposed:
+            return 1
         return len(weight.shape) - 2 if own.transposed == is_a else 0
 
     def _matrices_of(self, weight: Weight) -> Weight:
@@ -88,9 +90,9 @@ class _Factors:
             members = self._members.values()
             kinds = [(len(own), self._slot_axis(own[0])) for own in members]
             self._writes = _writer(arrays, values, kinds)
-        if stage.groups[0].step.platform == "gpu":
-            jax.block_until_ready([placed.memory.pools for placed in stage.groups])
+        if writes_in_place(stage.groups[0].step.platform):
             for placed in stage.groups:
+                placed.memory.wait()
                 placed.memory.let_go(*self._members)
         changed = self._writes(arrays, list(values), np.int32(slot))
         stage.put_arrays(dict(zip(self._members, changed, strict=True)))
@@ -175,7 +177,12 @@ def _writer(
         check_vma=False,
     )
     platform = next(iter(arrays[0].sharding.device_set)).platform
-    return jax.jit(mapped, donate_argnums=(0,) if platform == "gpu" else ())
+    return jax.jit(mapped, donate_argnums=(0,) if writes_in_place(platform) else ())
+
+
+def writes_in_place(platform: str) -> bool:
+    """Whether slots are written where steps read them; else arrays are made anew."""
+    return platform == "gpu"
 
 
 def _sharding_of(array: jax.Array) -> NamedSharding:

@@ -3,7 +3,7 @@
 An adapter adds b (a x) to what a matrix gives for x. A device has room for several adapters: slots.
 Factors lie with the slots side by side, and are stored as the matrix is that they belong to:
 
-    column-parallel   a [slots, matrices, rank, in] of all that read one input, on every device
+    column-parallel   a [matrices, slots, rank, in] of all that read one input, on every device
                       b [*out, slots, rank], split by outputs, as the matrix is
     experts           a [experts, slots, rank, in], b [experts, out, slots, rank], split by experts
     row-parallel      a [*in, slots, rank], split by inputs, as the matrix is
@@ -107,7 +107,7 @@ def factors_of(weights: Iterable[Weight], slots: LoraSlots) -> Iterator[Weight]:
         *outputs, inputs = weight.shape
         if nth == 0:
             a = own._replace(name=f"{first}{A}", axes=(None,) * 4)
-            yield a._replace(shape=(slots.num, num[first], slots.rank, inputs))
+            yield a._replace(shape=(num[first], *size, inputs))
         b = own._replace(name=f"{weight.name}{B}", shape=(*outputs, *size))
         yield b._replace(axes=(*weight.axes[:-1], *whole))
 

@@ -136,10 +136,13 @@ class KernelCosts(NamedTuple):
         sizes, stored = Product(rows, inner, columns), self.formats.dense
         return self._product(sizes, stored, self._computed_in(stored), output=output)
 
-    def plain(self, product: Product) -> float:
-        """Seconds of products with a weight in the activations' format, whatever others have."""
+    def plain(self, product: Product, reading: float = 1.0) -> float:
+        """Seconds of products with a weight in the activations' format, whatever others have.
+
+        They read at a share `reading` of the memory's rate at most.
+        """
         fmt = self.formats.activations
-        return self._product(product, fmt, fmt)
+        return self._product(product, fmt, fmt, reading=reading)
 
     def head(self, rows: int, inner: int, columns: int) -> float:
         """Seconds of the LM head's: its weight has the activations' format, logits are float32."""

@@ -51,13 +51,10 @@ def _projected(
     if context.parallel.splits_tokens:
         heads = context.parallel.scatter_joined(*layer.heads_of(x, NAMES, context))
         return Projected((heads.reshape(heads.shape[0], -1),)), None
-    if context.slot is not None:  # adapters add to heads before anything is done to them
-        heads = layer.heads_of(x, NAMES, context)
-        return Projected(tuple(each.reshape(each.shape[0], -1) for each in heads)), None
     biases = None
     if layer.config.attention_bias:
         biases = tuple(getattr(layer, f"{name}_bias")[...].reshape(-1) for name in NAMES)
-    return layer.parts_of(x, NAMES, context.products), biases
+    return layer.parts_of(x, NAMES, context), biases
 
 
 def _shape(layer: Attention, x: Activations, pool: LayerPool, parallel: Parallel) -> EntryShape:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shiftjax.models.lora import of_slot
+from shiftjax.models.operands import Groups, kept
 
 
 class Adapted(NamedTuple):
@@ -29,10 +29,10 @@ class Adapted(NamedTuple):
     ) -> Float[Array, "rows out"]:
         """Return what is added to an expert's product with the matrix `name`."""
         a, b = (getattr(self, f"{name}_{which}")[expert] for which in "ab")
-        width = b.shape[1] * b.shape[2]
-        middle = jnp.einsum("ti,ci->tc", x, a.reshape(width, -1))
-        middle = of_slot(middle.reshape(-1, *b.shape[1:]), slot).reshape(-1, width)
-        return jnp.einsum("tc,oc->to", middle, b.reshape(-1, width))
+        _, num, rank = b.shape
+        inner = jnp.einsum("ti,ci->tc", x, a.reshape(num * rank, -1))
+        inner = kept(inner, Groups(num, rank, slot))
+        return jnp.einsum("tc,oc->to", inner, b.reshape(-1, num * rank))
 
     @property
     def num_slots(self) -> int:

@@ -5,6 +5,8 @@ all others: two products with plain matrices, slots * rank wide between them (`a
 up to some 128 that is as quick as tiles of tokens sorted by adapter (docs/results/lora.md). No
 order has to be found, and a token's numbers do not depend on the others'. (Tokens sorted: arXiv
 2310.18547, section 4, and 2311.03285, section 5.)
+
+The first product is made here, the second one goes along with the matrix's own (`LowRank`).
 """
 
 from __future__ import annotations
@@ -13,46 +15,44 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from shiftjax.arch.lora import A, B, read_together
+from shiftjax.models.operands import Groups, LowRank, Operand, kept
+from shiftjax.models.product_backend import Products, in_plain_blocks
 from shiftjax.models.products import Activations, Codes, Matrix, block_of, numbers, result_type
 
 if TYPE_CHECKING:
     from shiftjax.models.part import Part
 
-Middle = Float[Array, "tokens slots_rank"]
+Slot = Int[Array, " tokens"] | None  # of each token, or one that there is not; None: no token has
 
 
 def added_out(
-    part: Part, x: Activations, names: tuple[str, ...], slot: Int[Array, " tokens"] | None
-) -> list[Float[Array, "tokens out"]] | None:
-    """Return what adapters add to column-parallel products of one input; None: nothing.
-
-    `slot` is that of each token, or one that there is not.
-    """
+    part: Part, x: Activations, names: tuple[str, ...], slot: Slot, products: Products
+) -> list[LowRank | None]:
+    """Return what adapters add to column-parallel products of one input."""
     together = [name for name in read_together(names[0]) if hasattr(part, f"{name}{B}")]
     if slot is None or not together:
-        return None
+        return [None] * len(names)
     a = getattr(part, f"{together[0]}{A}")[...]
-    num, _, rank, inputs = a.shape
-    plain = _numbers(x, part.column(names[0]))
-    middle = jnp.einsum("ti,ci->tc", plain, a.reshape(-1, inputs))
-    middle = of_slot(middle.reshape(-1, num, len(together) * rank), slot)
-    middle = middle.reshape(-1, num, len(together), rank)
-    added = []
+    _, num, rank, inputs = a.shape
+    a, plain = a.reshape(-1, inputs), _numbers(x, part.column(names[0]))
+    groups = Groups(num, rank, slot)
+    inner = products.grouped(plain, Operand(a), groups)
+    if inner is None:
+        inner = kept(jnp.einsum("ti,ci->tc", plain, a), groups)
+    added: list[LowRank | None] = []
     for name in names:
-        b = getattr(part, f"{name}{B}")[...]
-        own = middle[:, :, together.index(name)].reshape(-1, num * rank)
-        added.append(jnp.einsum("tc,oc->to", own, b.reshape(-1, num * rank)))
+        b = getattr(part, f"{name}{B}")[...].reshape(-1, num * rank)
+        added.append(LowRank(inner, together.index(name) * num * rank, b))
     return added
 
 
 def added_in(
-    part: Part, x: Activations, name: str, slot: Int[Array, " tokens"] | None, dtype: DTypeLike
-) -> Float[Array, "tokens out"] | None:
-    """Return what adapters add to a row-parallel product, of `dtype`; None: nothing.
+    part: Part, x: Activations, name: str, slot: Slot, products: Products
+) -> LowRank | None:
+    """Return what adapters add to a row-parallel product.
 
     Like the product, it is this device's part of a sum over all that split the inputs.
     """
@@ -60,18 +60,13 @@ def added_in(
         return None
     a, b = getattr(part, f"{name}{A}")[...], getattr(part, f"{name}{B}")[...]
     num, rank, outputs = b.shape
-    middle = jnp.einsum("ti,ic->tc", _numbers(x, part.row(name)), a.reshape(-1, num * rank))
-    middle = of_slot(middle.reshape(-1, num, rank), slot).reshape(-1, num * rank)
-    b = b.reshape(-1, outputs)
-    return jnp.einsum("tc,co->to", middle, b, preferred_element_type=jnp.dtype(dtype))
-
-
-def of_slot(
-    middle: Float[Array, "tokens slots rank"], slot: Int[Array, " tokens"]
-) -> Float[Array, "tokens slots rank"]:
-    """Return zeros for slots that are not a token's, whatever those hold."""
-    is_own = slot[:, None] == jnp.arange(middle.shape[1])[None]
-    return jnp.where(is_own[..., None], middle, 0)
+    a, plain = a.reshape(-1, num * rank), _numbers(x, part.row(name))
+    groups, blocks, inner = Groups(num, rank, slot), in_plain_blocks(a), None
+    if blocks is not None:
+        inner = products.grouped(plain, Operand(blocks), groups)
+    if inner is None:
+        inner = kept(jnp.einsum("ti,ic->tc", plain, a), groups)
+    return LowRank(inner, 0, b.reshape(-1, outputs), turned=True)
 
 
 def _numbers(x: Activations, matrix: Matrix) -> jax.Array:

@@ -39,13 +39,11 @@ class MLP(Part):
     def _inner(self, x: Activations, context: Context) -> Float[Array, "tokens width"] | Codes:
         """Return what `down` multiplies."""
         activation, has_bias = self.config.activation, hasattr(self, "gate_bias")
-        if not has_bias and not (context.slot is not None and hasattr(self, f"gate{B}")):
-            matrices = self.column("gate"), self.column("up")
-            return project_gated(x, matrices, self.row("down"), activation, context.products)
+        if not has_bias:
+            gate, up = self.columns(x, ("gate", "up"), context)
+            return project_gated(x, (gate, up), self.row("down"), activation, context.products)
         gate, up = self.read_by(x, ("gate", "up"), context)
-        if has_bias:
-            gate, up = gate + self.gate_bias[...][None], up + self.up_bias[...][None]
-        return gate_with(activation, gate, up)
+        return gate_with(activation, gate + self.gate_bias[...][None], up + self.up_bias[...][None])
 
 
 class OwnExperts(Part):

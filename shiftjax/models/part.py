@@ -19,6 +19,7 @@ from shiftjax.models.products import (
     Matrix,
     block_of,
     project_joined,
+    project_out,
     project_parts,
     result_type,
 )
@@ -55,31 +56,31 @@ class Part(nnx.Module):
         self, x: Activations, name: str, products: Products = XLA_PRODUCTS
     ) -> Float[Array, "..."]:
         """Multiply by a column-parallel matrix, stored `[*outputs, in]`: `[tokens, *outputs]`."""
-        return self._outs(x, (name,), products)[0]
-
-    def _outs(
-        self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
-    ) -> list[Float[Array, "..."]]:
-        """Multiply by column-parallel matrices, in one launch where that can be."""
-        outs = project_joined(x, tuple(map(self.column, names)), products)
-        sizes = (getattr(self, name)[...].shape[:-1] for name in names)
-        return [out.reshape(out.shape[0], *size) for out, size in zip(outs, sizes, strict=True)]
+        out = project_out(x, self.column(name), products)
+        return out.reshape(out.shape[0], *getattr(self, name)[...].shape[:-1])
 
     def read_by(
         self, x: Activations, names: tuple[str, ...], context: Context
     ) -> list[Float[Array, "..."]]:
-        """Multiply by column-parallel matrices as `_outs`, with what adapters add."""
-        outs = self._outs(x, names, context.products)
-        added = added_out(self, x, names, context.slot)
-        if added is None:
-            return outs
-        return [out + each.reshape(out.shape) for out, each in zip(outs, added, strict=True)]
+        """Multiply by column-parallel matrices, in one launch where that can be.
 
-    def parts_of(
-        self, x: Activations, names: tuple[str, ...], products: Products = XLA_PRODUCTS
-    ) -> Projected:
-        """Multiply by column-parallel matrices, for a kernel that adds up parts of the sums."""
-        return project_parts(x, tuple(map(self.column, names)), products)
+        With what adapters add.
+        """
+        outs = project_joined(x, self.columns(x, names, context), context.products)
+        sizes = (getattr(self, name)[...].shape[:-1] for name in names)
+        return [out.reshape(out.shape[0], *size) for out, size in zip(outs, sizes, strict=True)]
+
+    def parts_of(self, x: Activations, names: tuple[str, ...], context: Context) -> Projected:
+        """Multiply by them as `read_by`, for a kernel that adds up parts of the sums."""
+        return project_parts(x, self.columns(x, names, context), context.products)
+
+    def columns(
+        self, x: Activations, names: tuple[str, ...], context: Context
+    ) -> tuple[Matrix, ...]:
+        """Return column-parallel matrices that read `x`, with what adapters add."""
+        added = added_out(self, x, names, context.slot, context.products)
+        pairs = zip(map(self.column, names), added, strict=True)
+        return tuple(matrix._replace(added=one) for matrix, one in pairs)
 
     def _in(
         self,
@@ -92,9 +93,9 @@ class Part(nnx.Module):
 
         With what adapters add.
         """
-        out = row_product(x, self.row(name), context.products, context.parallel, dtype)
-        added = added_in(self, x, name, context.slot, out.dtype)
-        return out if added is None else out + added
+        added = added_in(self, x, name, context.slot, context.products)
+        matrix = self.row(name)._replace(added=added)
+        return row_product(x, matrix, context.products, context.parallel, dtype)
 
     def _added(
         self,

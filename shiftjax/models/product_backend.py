@@ -25,6 +25,7 @@ from shiftjax.arch.config import Activation
 from shiftjax.arch.formats import FORMATS, Formats
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.gpu_software import left_to_xla, what_tracing_says
+from shiftjax.models.operands import Coded, Groups, Operand, joined_inner
 from shiftjax.models.packed_backend import XLA_PACKED, PackedBackend, choose_packed
 from shiftjax.parallel.blocks import BLOCK
 from shiftjax.parallel.grid import Device
@@ -38,9 +39,6 @@ GATES: Mapping[Activation, Gate] = {
     "gelu_tanh": GELU_TANH,
     "clamped_swiglu": Gate(SWIGLU_SLOPE, SWIGLU_LIMIT),
 }
-# Codes and scales: of activations, `[tokens, in]` and `[blocks, tokens]`; of a matrix as
-# `products.Matrix` has them. Numbers, without scales: a row-parallel matrix is `in_plain_blocks`.
-Coded = tuple[jax.Array, jax.Array | None]
 # Tries the kernels with matrices of numbers; says what is wrong, for people. None: nothing.
 TryPlain = Callable[["CodeShape"], str | None]
 
@@ -57,13 +55,15 @@ class ProductBackend(NamedTuple):
 
     name: str
     # (x, matrices, type) -> [tokens, channels] of all matrices; None: XLA multiplies.
-    multiply: Callable[[Coded, tuple[Coded, ...], DTypeLike], jax.Array | None]
+    multiply: Callable[[Coded, tuple[Operand, ...], DTypeLike], jax.Array | None]
     # (x, gate and up, what follows, type) -> numbers, or codes and scales; None: XLA multiplies.
-    gated: Callable[[Coded, tuple[Coded, ...], Gated, DTypeLike], Any]
+    gated: Callable[[Coded, tuple[Operand, ...], Gated, DTypeLike], Any]
     reason: str = ""  # why this one was chosen
     # (x, matrices, type) -> as `multiply`, or float32 [parts, channels, rows], to be added up by
     # who reads them; there may be more channels and rows. None: XLA multiplies.
-    parts: Callable[[Coded, tuple[Coded, ...], DTypeLike], jax.Array | None] = lambda *_: None
+    parts: Callable[[Coded, tuple[Operand, ...], DTypeLike], jax.Array | None] = lambda *_: None
+    # (numbers, matrix, groups) -> what a token keeps of its product; None: XLA multiplies.
+    grouped: Callable[[jax.Array, Operand, Groups], jax.Array | None] = lambda *_: None
 
 
 XLA_CODES = ProductBackend("xla", lambda *_: None, lambda *_: None)
@@ -81,6 +81,14 @@ class Products(NamedTuple):
     plain: ProductBackend = XLA_CODES  # of numbers of 16 bits
     few_tokens: int = FEW_TOKENS  # XLA sums blocks of codes one by one; 0: all at once
     most_cut: int = MOST_CUT  # XLA's contraction may be cut for a kernel behind it; 0: never
+
+    def grouped(self, x: jax.Array, matrix: Operand, groups: Groups) -> jax.Array | None:
+        """Return what tokens keep of a product, by a kernel; None: XLA multiplies.
+
+        Beside codes it has been tried with them.
+        """
+        backend = self.codes if self.plain.name == "xla" else self.plain
+        return backend.grouped(x, matrix, groups)
 
 
 XLA_PRODUCTS = Products()
@@ -105,6 +113,8 @@ class CodeShape(NamedTuple):
     dtype: str  # of activations; a name of `arch.formats`
     activation: Activation = "silu"
     is_plain: bool = False  # numbers
+    slots: int = 0  # of adapters, which add to products
+    rank: int = 0  # of each
 
     def arrays(self, matrix: CodeMatrix, tokens: int) -> tuple[Any, Any]:
         """Codes and scales of activations, and of the matrix, as shapes; numbers have no scales."""
@@ -144,7 +154,8 @@ def code_shape(layout: Layout, formats: Formats) -> CodeShape | None:
                 share = math.prod(weight.shape[:-1]) // math.prod(scale.shape[:-1])
                 outputs = math.prod(own[:-1])
                 found.add(CodeMatrix(outputs, own[-1], 0, outputs // share if of_blocks else 0))
-    return CodeShape(tuple(sorted(found)), formats.activations, layout.model.activation)
+    own = tuple(sorted(found)), formats.activations, layout.model.activation
+    return CodeShape(*own)._replace(**_slots_of(layout))
 
 
 def plain_shape(layout: Layout, formats: Formats) -> CodeShape | None:
@@ -166,7 +177,12 @@ def plain_shape(layout: Layout, formats: Formats) -> CodeShape | None:
             if block is not None:
                 found.add(CodeMatrix(*sizes, block, 0))
     own = tuple(sorted(found)), formats.activations, layout.model.activation
-    return CodeShape(*own, is_plain=True)
+    return CodeShape(*own, is_plain=True)._replace(**_slots_of(layout))
+
+
+def _slots_of(layout: Layout) -> dict[str, int]:
+    slots = layout.model.lora
+    return {} if slots is None else {"slots": slots.num, "rank": slots.rank}
 
 
 def plain_block(inputs: int) -> int | None:
@@ -206,38 +222,52 @@ def pallas_codes(
         block_config,
         fixed_config,
     )
-    from pallas_kernels.block_product import block_product, wrong_block
+    from pallas_kernels.block_problem import Groups as GroupsOfChannels
+    from pallas_kernels.block_product import Beside, block_product, wrong_block
 
     config = fixed_config if is_fixed else block_config
     if cores := getattr(device, "core_count", None):  # not every device says
         config = functools.partial(config, cores=cores)
 
     def run(
-        x: Coded, matrices: tuple[Coded, ...], result: Result, *, in_parts: bool = False
+        x: Coded,
+        matrices: tuple[Operand, ...],
+        result: Result,
+        *,
+        in_parts: bool = False,
+        group: jax.Array | None = None,
     ) -> Any:
         codes, of_kernel = BlockCodes(*x), tuple(map(matrix_of, matrices))
-        if wrong_block(codes, of_kernel, result):
+        beside = Beside(joined_inner(matrices), group)
+        if wrong_block(codes, of_kernel, result, beside=beside):
             return None
         own = config(codes, of_kernel, result)
-        return block_product(codes, of_kernel, result, own.in_parts() if in_parts else own)
+        return block_product(codes, of_kernel, result, own.in_parts() if in_parts else own, beside)
 
-    def parts(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
+    def parts(x: Coded, matrices: tuple[Operand, ...], dtype: DTypeLike) -> jax.Array | None:
         return run(x, matrices, Result(dtype, interpret=interpret), in_parts=True)
 
-    def matrix_of(matrix: Coded) -> BlockMatrix:
-        values, scale = matrix
-        if scale is None:
-            return BlockMatrix(values)
-        return BlockMatrix(values, scale) if scale.ndim == 1 else BlockMatrix(values, blocks=scale)
+    def matrix_of(matrix: Operand) -> BlockMatrix:
+        values, scale, added = matrix
+        own: dict[str, Any] = {} if added is None else {"factor": added.factor}
+        if scale is not None:
+            own["scale" if scale.ndim == 1 else "blocks"] = scale
+        return BlockMatrix(values, **own)
 
-    def multiply(x: Coded, matrices: tuple[Coded, ...], dtype: DTypeLike) -> jax.Array | None:
+    def multiply(x: Coded, matrices: tuple[Operand, ...], dtype: DTypeLike) -> jax.Array | None:
         return run(x, matrices, Result(dtype, interpret=interpret))
 
-    def gated(x: Coded, matrices: tuple[Coded, ...], after: Gated, dtype: DTypeLike) -> Any:
+    def gated(x: Coded, matrices: tuple[Operand, ...], after: Gated, dtype: DTypeLike) -> Any:
         result = Result(dtype, GATES[after.activation], after.are_codes, interpret)
         return run(x, matrices, result)
 
-    return ProductBackend("pallas", multiply, gated, parts=parts)
+    def grouped(x: jax.Array, matrix: Operand, groups: Groups) -> jax.Array | None:
+        num, channels, own = groups
+        of_kernel = GroupsOfChannels(num, channels)
+        result = Result(x.dtype, interpret=interpret, groups=of_kernel)
+        return run((x, None), (matrix,), result, group=own)
+
+    return ProductBackend("pallas", multiply, gated, parts=parts, grouped=grouped)
 
 
 def choose_products(

@@ -26,12 +26,13 @@ from pallas_kernels.head_terms import Projected
 from shiftjax.arch.config import Activation
 from shiftjax.arch.traits import SWIGLU_LIMIT, SWIGLU_SLOPE
 from shiftjax.models.four_bits import is_packed
+from shiftjax.models.operands import Coded, LowRank, Operand, plus
 from shiftjax.models.packed_backend import Product as PackedProduct
 from shiftjax.models.product_backend import (
     XLA_CODES,
     XLA_PRODUCTS,
-    Coded,
     Gated,
+    ProductBackend,
     Products,
     in_plain_blocks,
 )
@@ -52,12 +53,12 @@ class Matrix(NamedTuple):
     scale: Array | None = None
     inputs: Float[Array, " 1"] | None = None  # what inputs are in units of; None: each block's own
     zero: Array | None = None  # of four bits: zero points, as scales; None: 8
+    added: LowRank | None = None  # to what it gives
 
     @property
-    def coded(self) -> Coded:
-        """Codes and their scales, as kernels take them."""
-        assert self.scale is not None
-        return self.values, self.scale
+    def operand(self) -> Operand:
+        """What kernels take."""
+        return Operand(self.values, self.scale, self.added)
 
 
 class Codes(NamedTuple):
@@ -154,9 +155,9 @@ def project_out(
     if _are_codes(matrix):
         return _by_codes(x, matrix, products, out_type)
     if (plain := _if_plain(x, (matrix,))) is not None:
-        out = products.plain.multiply((plain, None), ((matrix.values, None),), out_type)
+        out = _by_kernel(products.plain, (plain, None), (matrix,), out_type)
         if out is not None:
-            return out
+            return out[0]
     return _by_numbers(x, matrix, "ti,oi->to", products.packed.out, out_type)
 
 
@@ -173,9 +174,10 @@ def project_in(
     plain = _if_plain(x, (matrix,))
     blocks = None if plain is None else in_plain_blocks(matrix.values)
     if plain is not None and blocks is not None:
-        out = products.plain.multiply((plain, None), ((blocks, None),), out_type)
+        in_blocks = matrix._replace(values=blocks)
+        out = _by_kernel(products.plain, (plain, None), (in_blocks,), out_type)
         if out is not None:
-            return out
+            return out[0]
     return _by_numbers(x, matrix, "ti,io->to", products.packed.into, out_type)
 
 
@@ -185,8 +187,34 @@ def _by_numbers(
     """Multiply by a matrix of plain numbers, or of four bits."""
     x = numbers(x, BLOCK, out_type) if isinstance(x, Codes) else x
     if matrix.scale is None:
-        return jnp.einsum(plain, x, matrix.values, preferred_element_type=out_type)
-    return packed(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+        out = jnp.einsum(plain, x, matrix.values, preferred_element_type=out_type)
+    else:
+        out = packed(x, matrix.values, matrix.scale, matrix.zero).astype(out_type)
+    return plus(out, matrix.added)
+
+
+def _by_kernel(
+    backend: ProductBackend, x: Coded, matrices: tuple[Matrix, ...], out_type: DTypeLike
+) -> list[Float[Array, "tokens out"]] | None:
+    """Multiply by matrices in one launch; None: XLA multiplies.
+
+    What is added to products is part of it, or is added afterwards.
+    """
+    operands = tuple(matrix.operand for matrix in matrices)
+    out, added = backend.multiply(x, operands, out_type), [None] * len(matrices)
+    if out is None and any(operand.added is not None for operand in operands):
+        bare = tuple(operand._replace(added=None) for operand in operands)
+        out, added = backend.multiply(x, bare, out_type), [one.added for one in operands]
+    if out is None:
+        return None
+    ends = np.cumsum([_outputs(matrix) for matrix in matrices])
+    return list(map(plus, jnp.split(out, ends[:-1], axis=1), added))
+
+
+def _outputs(matrix: Matrix) -> int:
+    """Return the channels of a matrix that a kernel multiplies."""
+    values = matrix.values
+    return values.shape[-1 if values.ndim == 3 and matrix.scale is None else -2]
 
 
 def _by_codes(
@@ -195,8 +223,8 @@ def _by_codes(
     """Multiply by a matrix of codes, column-parallel or in blocks of inputs."""
     codes, values, scale = codes_for(x, matrix), matrix.values, matrix.scale
     assert scale is not None
-    if (out := products.codes.multiply(codes, (matrix.coded,), out_type)) is not None:
-        return out
+    if (out := _by_kernel(products.codes, codes, (matrix,), out_type)) is not None:
+        return out[0]
     wide = _type_of_numbers(out_type)
     if scale.ndim == 1:
         weight = values.astype(wide)
@@ -208,7 +236,8 @@ def _by_codes(
         out = _by_blocks(x.reshape(x.shape[0], values.shape[0], -1), weight, is_few=is_few)
     else:
         out = jnp.einsum("ti,oi->to", x, weight, preferred_element_type=jnp.float32)
-    return (out * scale[None] if scale.ndim == 1 else out).astype(out_type)
+    out = (out * scale[None] if scale.ndim == 1 else out).astype(out_type)
+    return plus(out, matrix.added)
 
 
 def _scale_of_each(values: Array, scale: Array) -> Array:
@@ -257,15 +286,13 @@ def project_joined(
     """Multiply by column-parallel matrices: in one launch, where that can be."""
     out_type, out = result_type(x, dtype), None
     if len(matrices) > 1 and (plain := _if_plain(x, matrices)) is not None:
-        own = tuple((matrix.values, None) for matrix in matrices)
-        out = products.plain.multiply((plain, None), own, out_type)
+        out = _by_kernel(products.plain, (plain, None), matrices, out_type)
         products = products._replace(plain=XLA_CODES)  # which joins those that the kernel does not
     elif len(matrices) > 1 and _are_alike(x, matrices):
         x = codes_for(x, matrices[0])
-        out = products.codes.multiply(x, tuple(matrix.coded for matrix in matrices), out_type)
+        out = _by_kernel(products.codes, x, matrices, out_type)
     if out is not None:
-        ends = np.cumsum([matrix.values.shape[0] for matrix in matrices])
-        return jnp.split(out, ends[:-1], axis=1)
+        return out
     return [project_out(x, matrix, products, out_type) for matrix in matrices]
 
 
@@ -274,14 +301,15 @@ def project_parts(
 ) -> Projected:
     """Multiply by column-parallel matrices, and leave the sums of a split contraction open."""
     out_type, out = result_type(x), None
+    own = tuple(matrix.operand for matrix in matrices)
     if (plain := _if_plain(x, matrices)) is not None:
-        own = tuple((matrix.values, None) for matrix in matrices)
-        if (out := products.plain.parts((plain, None), own, out_type)) is None:
+        out = products.plain.parts((plain, None), own, out_type)
+        if out is None and all(operand.added is None for operand in own):
             joined = jnp.concatenate([each.values for each in matrices])
             return Projected((_split_numbers(plain, joined, products.most_cut),))
     elif _are_alike(x, matrices):
         x = codes_for(x, matrices[0])
-        out = products.codes.parts(x, tuple(matrix.coded for matrix in matrices), out_type)
+        out = products.codes.parts(x, own, out_type)
     if out is not None:
         return Projected((out,), turned=out.ndim == 3)
     return Projected(tuple(project_out(x, matrix, products, out_type) for matrix in matrices))
@@ -314,15 +342,13 @@ def project_gated(
     products: Products = XLA_PRODUCTS,
 ) -> Float[Array, "tokens width"] | Codes:
     """Return what `down` multiplies: activation(gate x) * up x, perhaps as codes already."""
-    out_type = result_type(x)
+    out_type, own = result_type(x), tuple(matrix.operand for matrix in gate_and_up)
     if (plain := _if_plain(x, gate_and_up)) is not None:
-        own = tuple((matrix.values, None) for matrix in gate_and_up)
         out = products.plain.gated((plain, None), own, Gated(activation, False), out_type)
         if out is not None:
             return out
     elif _are_alike(x, gate_and_up):
         are_codes = _are_codes(down) and down.inputs is None and block_of(down) == BLOCK
-        own = tuple(matrix.coded for matrix in gate_and_up)
         codes = codes_for(x, gate_and_up[0])
         out = products.codes.gated(codes, own, Gated(activation, are_codes), out_type)
         if out is not None:

@@ -17,6 +17,7 @@ from oracle import numpy_speculator
 from rollouts_kit import directory_of
 from spent import exhaustive, thorough
 
+from shiftjax.adapters import slots_device
 from shiftjax.adapters.adapter import AdapterError
 from shiftjax.core.request import Event, Request, RequestError, SamplingParams
 from shiftjax.device.programs import CompileCounter
@@ -254,6 +255,23 @@ def test_factors_of_shift_are_views_of_those_of_base():
                 assert 0 <= inside <= one.data.nbytes - other.data.nbytes, names[nth]
                 assert weight.axes[0] is None or other.data.nbytes * 2 == one.data.nbytes
         said(built, [([5, 6, 7], 2), ([5, 6, 7], 1)])  # other adapters come to the slots
+
+
+@pytest.mark.costs(10)
+@pytest.mark.parametrize(("sp", "tp"), [(1, 1), *thorough((2, 2))])
+def test_slots_are_written_where_steps_read_them(sp, tp, monkeypatch):
+    """As on GPUs: what is stored is donated when no step and no view has it any more."""
+    monkeypatch.setattr(slots_device, "writes_in_place", lambda platform: True)
+    directory, *_ = checkpoint(**FEW)
+    built = make(directory, sp, tp, **lora((1, 2, 3), **FEW), max_loras=2)
+    built.engine.policy = RandomPolicy(0)
+    (runner,) = built.runners
+    step, memory = runner.step, runner.memory
+    nth = next(n for n, m in enumerate(step.weights.arrays) if m[0].kind == "factor")
+    before = memory.given[nth]
+    wanted = [([5, 6, 7], seed) for seed in (1, 3, None, 2)]
+    assert said(built, wanted) == right(wanted, **FEW)
+    assert before is not None and before.is_deleted()
 
 
 @pytest.mark.costs(20)

@@ -42,4 +42,4 @@ def test_adapters_add_products_and_no_collective(size, mode, compiled):
     rows = with_adapters.case.bucket.tokens // mode.sp
     _, counted = lora_products(kernels, with_adapters.case.layout, mode, rows, LayerParts())
     added = len(launches(with_adapters.text)) - len(launches(plain.text))
-    assert abs(added / LAYERS - counted) <= 3
+    assert abs(added / LAYERS - counted) <= (0 if mode == SHIFT else 3)

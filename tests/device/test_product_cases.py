@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from spent import thorough
 
+from shiftjax.arch.config import LoraSlots
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
@@ -21,6 +22,7 @@ from shiftjax.device.attention_cases import Trial
 from shiftjax.device.attention_check import shape_of
 from shiftjax.device.attention_steps import Cases
 from shiftjax.device.product_cases import (
+    GROUPS,
     PARTS,
     PLAIN_TOKENS,
     TOKENS,
@@ -48,7 +50,7 @@ DEVICE: Any = SimpleNamespace(device_kind="a GPU", core_count=2)
 MORE: Any = SimpleNamespace(device_kind="a GPU", core_count=8)
 COLUMN, ROW = CodeMatrix(128, 256, 0, 0), CodeMatrix(128, 256, 128, 0)
 LONG = COLUMN._replace(inputs=512)
-SHAPE = CodeShape((COLUMN, ROW), "bfloat16")
+SHAPE = CodeShape((COLUMN, ROW), "bfloat16", slots=3, rank=16)
 PLAIN = SHAPE._replace(is_plain=True)
 FEW, MANY = 9, 72  # of two multiprocessors, the latter has tiles of 128 rows where it may
 STEPS = {
@@ -64,11 +66,28 @@ STEPS = {
     "numbers, a row-parallel one": CodeStep(ROW, FEW, is_plain=True),
     "joined ones, in parts": CodeStep(LONG, FEW, PARTS),
     "numbers, joined ones, in parts": CodeStep(LONG, FEW, PARTS, is_plain=True),
+    "groups": CodeStep(COLUMN, FEW, GROUPS, is_plain=True),
+    "groups, row-parallel": CodeStep(ROW, FEW, GROUPS, is_plain=True),
+}
+STEPS |= {
+    f"{name}, and adapters": step._replace(is_added_to=True)
+    for name, step in STEPS.items()
+    if step.kind != GROUPS and step.tokens == FEW
 }
 
 
 def shape_for(step: CodeStep) -> CodeShape:
     return PLAIN if step.is_plain else SHAPE
+
+
+def of_next(step: CodeStep, x, matrices):
+    """What is added to a token, or its group, is that of the next one."""
+    if step.kind == GROUPS:
+        return x, [each._replace(values=jnp.roll(each.values, 8, axis=0)) for each in matrices]
+    added = [each.added for each in matrices]
+    inner = jnp.roll(added[0].inner, 1, axis=0)
+    pairs = zip(matrices, added, strict=True)
+    return x, [each._replace(added=one._replace(inner=inner)) for each, one in pairs]
 
 
 def judged(step: CodeStep, multiply) -> str | None:
@@ -89,6 +108,18 @@ def test_the_kernels_are_right(name):
     cores = MORE if step.kind == PARTS else DEVICE  # which cut a contraction
     interpreted = pallas_codes(cores, interpret=plgpu.InterpretGPUParams(detect_races=False))
     assert judged(step, kernels(shape_for(step), step, interpreted)) is None
+
+
+@pytest.mark.parametrize("name", [n for n, s in STEPS.items() if s.is_added_to] + ["groups"])
+def test_what_is_wrong_with_what_is_added_is_found(name):
+    step = STEPS[name]
+    right = operations(shape_for(step), step)
+
+    def changed(x, matrices):
+        x, matrices = of_next(step, x, matrices)
+        return right(x, tuple(matrices))
+
+    assert "a token's product is off by" in (judged(step, changed) or "")
 
 
 @pytest.mark.parametrize("name", [name for name in STEPS if name.startswith("numbers")])
@@ -161,6 +192,16 @@ def test_a_deployment_tries_every_kind_of_matrix_that_kernels_multiply():
     names = [name for name, _ in attention_cases.tries_of(alone, loops_of(LLAMA, 16), [])]
     own = {f"numbers of {n} tokens with {each}" for n in PLAIN_TOKENS for each in wanted}
     assert own <= set(names) and all(name.startswith("numbers of") for name in names)
+    adapted = replace(trial, shape=replace(shape, plain=PLAIN, codes=SHAPE))
+    assert Trial.read(json.dumps(dataclasses.asdict(adapted))) == adapted
+    names = {step.name for step in code_steps(PLAIN)} | {step.name for step in code_steps(SHAPE)}
+    for what in ("numbers of 64", "codes of 64"):
+        assert f"{what} tokens with a matrix of 128 x 256 in blocks and adapters" in names
+        assert f"{what} tokens with gate and up of 128 x 256 and adapters" in names
+    assert f"numbers of 64 tokens with {GROUPS} of 128 x 256 in blocks" in names
+    assert plain_shape(Layout(replace(LLAMA, lora=LoraSlots(8, 16)), 8, 1), Formats()) == (
+        plain._replace(slots=8, rank=16)
+    )
     odd = SHAPE._replace(matrices=(COLUMN, COLUMN._replace(outputs=72)))
     assert {step.matrix for step in code_steps(odd)} == {COLUMN}
     assert not list(code_steps(SHAPE._replace(matrices=())))

@@ -15,6 +15,7 @@ from spent import thorough
 from shiftjax.arch.config import Activation
 from shiftjax.arch.formats import Formats, formats_of
 from shiftjax.arch.presets import PRESETS
+from shiftjax.models.operands import Groups, LowRank, Operand, kept
 from shiftjax.models.packed_backend import XLA_PACKED
 from shiftjax.models.product_backend import (
     XLA_CODES,
@@ -125,6 +126,64 @@ def numbers_of(seed: int, *shape: int) -> Matrix:
 ROUNDED = 2.0**-8  # bfloat16 numbers, each rounded once
 
 
+def with_added(matrices: tuple[Matrix, ...], tokens: int) -> tuple[Matrix, ...]:
+    """To each column-parallel matrix a factor 24 wide adds about as much as it gives."""
+    inner = draw(20, tokens, 24 * len(matrices)).astype(jnp.bfloat16)
+    outs = (own.values.shape[0] for own in matrices)
+    factors = (draw(21 + n, out, 24).astype(jnp.bfloat16) for n, out in enumerate(outs))
+    added = (LowRank(inner, 24 * n, factor) for n, factor in enumerate(factors))
+    return tuple(own._replace(added=one) for own, one in zip(matrices, added, strict=True))
+
+
+KINDS = {
+    "numbers": numbers_of,
+    "codes": matrix,
+}
+
+
+@pytest.mark.parametrize("kind", ["numbers", *thorough("codes")])
+@pytest.mark.parametrize("tokens", [8, *thorough(80)])  # of few rows in the launch, else beside it
+def test_what_is_added_goes_along_with_a_product(kernels, kind, tokens):
+    x = draw(0, tokens, 256).astype(jnp.bfloat16)
+    gate_and_up = with_added((KINDS[kind](1, 128, 256), KINDS[kind](3, 128, 256)), tokens)
+    found = project_joined(x, gate_and_up, kernels)
+    alone = [project_out(x, each) for each in gate_and_up]
+    bare = [project_out(x, each._replace(added=None)) for each in gate_and_up]
+    for got, own, without in zip(found, alone, bare, strict=True):
+        assert near(got, own, 2 * ROUNDED) and not near(got, without, 0.3)
+    parts = project_parts(x, gate_and_up, kernels)
+    values = jnp.concatenate(parts.values, axis=parts.turned - 1)
+    values = values.sum(axis=0) if parts.is_split else values
+    values = values.T if parts.turned else values
+    assert near(values[:tokens], jnp.concatenate(alone, axis=1), 2 * ROUNDED)
+    down = matrix(5, 64, 128, is_row=True)._replace(inputs=jnp.ones(1))  # which wants numbers
+    gated = project_gated(x, gate_and_up, down, "silu", kernels)
+    assert not isinstance(gated, Codes)
+    assert near(gated, project_gated(x, gate_and_up, down, "silu"), 4 * ROUNDED)
+
+
+@pytest.mark.parametrize("kind", ["numbers", *thorough("codes")])
+def test_what_is_added_goes_along_with_a_row_parallel_product(kernels, kind):
+    x = draw(0, 8, 256).astype(jnp.bfloat16)
+    own = numbers_of(1, 256, 128) if kind == "numbers" else matrix(1, 128, 256, is_row=True)
+    factor = draw(3, 24, 128).astype(jnp.bfloat16)
+    added = LowRank(draw(2, 8, 24).astype(jnp.bfloat16), 0, factor, turned=True)
+    found, expected = (project_in(x, own._replace(added=added), *each) for each in ((kernels,), ()))
+    assert near(found, expected, 2 * ROUNDED) and not near(found, project_in(x, own), 0.3)
+
+
+def test_kernels_keep_what_is_of_a_tokens_own_group(kernels):
+    x, own = draw(0, 8, 256).astype(jnp.bfloat16), numbers_of(1, 48, 256)
+    groups = Groups(3, 8, jnp.asarray([0, 1, 2, 3, 0, 2, 3, 1]))
+    found = kernels.grouped(x, own.operand, groups)
+    assert found is not None and near(found, kept(project_out(x, own), groups), ROUNDED)
+    none = np.asarray(found)[[3, 6]]
+    assert not none.any() and np.count_nonzero(np.asarray(found)[0]) == 16
+    assert Products().grouped(x, own.operand, groups) is None
+    of_codes = Products(codes=kernels.codes).grouped(x, own.operand, groups)
+    np.testing.assert_array_equal(of_codes, found)
+
+
 @pytest.mark.parametrize("kind", ["gated", *thorough("row", "column", "joined")])
 def test_kernels_multiply_numbers_of_few_rows(kernels, kind):
     x, gate, up = draw(0, 8, 256).astype(jnp.bfloat16), numbers_of(1, 128, 256), None
@@ -156,7 +215,7 @@ class Asked:
         self.backend = XLA_CODES._replace(multiply=self.multiply, gated=self.multiply)
 
     def multiply(self, x, matrices, *_) -> None:
-        self.widths.append([values.shape[-2] for values, _ in matrices])
+        self.widths.append([values.shape[-2] for values, *_ in matrices])
 
 
 def test_numbers_that_kernels_cannot_join_are_xlas_to_join():
@@ -188,7 +247,7 @@ def test_what_kernels_leave_in_parts_is_added_up_by_who_reads_it():
 
 def test_kernels_leave_many_rows_of_numbers_to_xla():
     device = pallas_codes(DEVICE)
-    x, own = jnp.ones((65, 128), jnp.bfloat16), (jnp.ones((64, 128), jnp.bfloat16), None)
+    x, own = jnp.ones((65, 128), jnp.bfloat16), Operand(jnp.ones((64, 128), jnp.bfloat16))
     assert device.multiply((x, None), (own,), jnp.bfloat16) is None
     assert device.multiply((x[:8].astype(jnp.float32), None), (own,), jnp.float32) is None
 
@@ -244,5 +303,5 @@ def test_what_is_left_to_xla_is_said(caplog):
     assert chosen.reason == "block_product: 32 outputs must be a multiple of 64"
     (record,) = caplog.records
     assert "are widened and multiplied by XLA" in record.getMessage()
-    x, own = (draw(0, 1, 1), draw(0, 1, 1)), (draw(1, 1, 1), draw(1, 1))
+    x, own = (draw(0, 1, 1), draw(0, 1, 1)), Operand(draw(1, 1, 1), draw(1, 1))
     assert XLA_CODES.multiply(x, (own,), jnp.bfloat16) is None

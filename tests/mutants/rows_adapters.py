@@ -3,6 +3,7 @@
 from mutant import Mutant
 
 LORA = "shiftjax/models/lora.py"
+OPERANDS = "shiftjax/models/operands.py"
 EXPERTS = "shiftjax/models/expert_lora.py"
 POOL = "shiftjax/adapters/pool.py"
 SLOTS = "shiftjax/adapters/slots_device.py"
@@ -22,9 +23,9 @@ ROWS = (
     Mutant(
         "a token has what other slots hold, too",
         "adapters",
-        LORA,
-        "jnp.where(is_own[..., None], middle, 0)",
-        "jnp.where(is_own[..., None], middle, middle)",
+        OPERANDS,
+        "jnp.where(groups.own[:, None] == group[None], values, 0)",
+        "jnp.where(groups.own[:, None] == group[None], values, values)",
         (TEST,),
         "requests say what adapters of others make of them",
     ),
