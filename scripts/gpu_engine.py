@@ -37,10 +37,8 @@ from shiftjax.deploy.resolve import resolve
 from shiftjax.device.backend import DeviceBackend
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.groups import Placed, define_steps
-from shiftjax.device.pack import step_inputs
 from shiftjax.device.pool import DevicePools
 from shiftjax.device.runner import DeviceRunner
-from shiftjax.device.sampling_inputs import neutral_scalars
 from shiftjax.device.sizing import measure
 from shiftjax.parallel.grid import Mode
 from shiftjax.parallel.layout import Layout
@@ -94,7 +92,7 @@ def largest_model(
 
 
 def make_engine(
-    model: ModelConfig, sizes: Sizes, options: Mapping[str, str], sp: int = 1, tp: int = 1
+    model: ModelConfig, sizes: Sizes, options: Mapping[str, Any], sp: int = 1, tp: int = 1
 ) -> Built:
     """Return an engine on the first sp * tp devices, on which the weights are made.
 
@@ -161,15 +159,8 @@ def last_tokens_of(runner: DeviceRunner, plan: StepPlan, mode: Mode) -> jax.Arra
 def make_chain(runner: DeviceRunner, plan: StepPlan) -> Callable[[list[Compiled]], Any]:
     """Return a function that runs the plan once by each step, the host doing nothing between."""
     program, memory = runner.program_for(plan), runner.memory
-    scalars = neutral_scalars(program.bucket.rows)
-    key = np.zeros(2, np.uint32)
-    step = runner.step
-    model = step.layout.model
-    inputs = step_inputs(
-        plan, program.bucket, runner.pool, step.attention, scalars, key, model=model
-    )
     last_tokens = last_tokens_of(runner, plan, runner.step.layout.shift)
-    flat = jax.device_put(program.packing.pack(inputs), last_tokens.sharding)
+    flat = jax.device_put(runner.prepare(plan).flat, last_tokens.sharding)
 
     def chain(steps: list[Compiled]) -> Any:
         result: Any = None

@@ -4,6 +4,7 @@
     python scripts/gpu_run.py --out OUT --stage B    an engine of e4m3 codes; PyTorch beside it
     python scripts/gpu_run.py --out OUT --stage C    an engine with experts; settings of the kernels
     python scripts/gpu_run.py --out OUT --stage T    all cases of what starts try
+    python scripts/gpu_run.py --out OUT --stage L    adapters: these cases, tokens, engines
     python scripts/gpu_run.py --out OUT --stage D    several GPUs: all-reduces, a Llama-70B
     python scripts/gpu_run.py --out OUT --dry-run    all of it anywhere: tiny, kernels interpreted
     python scripts/gpu_run.py --predict h100 h200    what the rows should say

@@ -11,7 +11,7 @@ well.
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -60,6 +60,11 @@ def engine_part(name: str, expected: float, limit: float) -> Part:
     return Part(f"engine: {name}", rows_of("gpu_engine.engine", ENGINES[name]), expected, limit)
 
 
+def adapters_part(name: str) -> Part:
+    """Return the part of an engine with adapters."""
+    return Part(f"adapters: {name}", rows_of("gpu_adapters.adapter_rows", name), 110, 200)
+
+
 def tuning_parts() -> tuple[Part, ...]:
     """A part for each candidate of either kernel."""
     shapes = [list(row.values())[:3] for row in json.loads(CANDIDATES.read_text("utf-8"))]
@@ -70,6 +75,10 @@ def tuning_parts() -> tuple[Part, ...]:
     )
 
 
+WITH_ADAPTERS = (
+    *("llama-8b, adapters, 1 GPU", "llama-70b, adapters", "llama-70b, fp8, adapters"),
+    "llama-8b, adapters of rank 8",
+)
 TRIALS = (
     *("llama-8b, 1 GPU", "llama-8b, fp8, 1 GPU", "llama-70b", "llama-70b, fp8"),
     *("llama-70b, deterministic", "qwen3-30b-a3b", "qwen3-30b-a3b, fp8"),
@@ -77,10 +86,10 @@ TRIALS = (
 )  # deployments of `gpu_trials.py`
 
 
-def trial_parts() -> tuple[Part, ...]:
+def trial_parts(names: Sequence[str]) -> tuple[Part, ...]:
     """A part for each deployment whose kernels are tried."""
     return tuple(
-        Part(f"trial: {name}", rows_of("gpu_trials.trial_rows", name), 40, 120) for name in TRIALS
+        Part(f"trial: {name}", rows_of("gpu_trials.trial_rows", name), 40, 120) for name in names
     )
 
 
@@ -123,7 +132,17 @@ STAGES: dict[str, Stage] = {
             *tuning_parts(),
         )
     ),
-    "T": Stage((*BEGIN, *trial_parts())),
+    "T": Stage((*BEGIN, *trial_parts(TRIALS))),
+    "L": Stage(
+        (
+            *BEGIN,
+            *trial_parts(WITH_ADAPTERS[:1]),
+            Part("goldens", rows_of("gpu_goldens.golden_rows"), 60, 120),
+            adapters_part("bf16"),
+            *trial_parts(WITH_ADAPTERS[1:]),
+            adapters_part("fp8"),
+        )
+    ),
     "D": Stage(
         (
             *BEGIN,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from gpu_parts import BLOCK_SIZE, Row, Run
 
+from shiftjax.arch.config import LoraSlots
 from shiftjax.arch.formats import Formats
 from shiftjax.arch.presets import PRESETS
 from shiftjax.costs.buckets import Bucket
@@ -35,9 +36,10 @@ class Deployed(NamedTuple):
     tp: int = 1
     deterministic: bool = False
     by_position: bool = False
+    lora: LoraSlots | None = None
 
 
-CODES = Formats("fp8", "fp8")
+CODES, ADAPTERS = Formats("fp8", "fp8"), LoraSlots(8, 16)
 TRIALS = {
     "llama-8b, 1 GPU": Deployed("llama-8b", sp=1),
     "llama-8b, fp8, 1 GPU": Deployed("llama-8b", CODES, sp=1),
@@ -50,6 +52,10 @@ TRIALS = {
     "gpt-oss-120b": Deployed("gpt-oss-120b", Formats("mxfp4")),
     "gemma-3-27b": Deployed("gemma-3-27b"),
     "deepseek-v3": Deployed("deepseek-v3", Formats("fp8")),
+    "llama-8b, adapters, 1 GPU": Deployed("llama-8b", sp=1, lora=ADAPTERS),
+    "llama-70b, adapters": Deployed("llama-70b", lora=ADAPTERS),
+    "llama-70b, fp8, adapters": Deployed("llama-70b", CODES, lora=ADAPTERS),
+    "llama-8b, adapters of rank 8": Deployed("llama-8b", lora=LoraSlots(3, 8)),
 }
 
 
@@ -73,7 +79,7 @@ def trial_rows(name: str, run: Run) -> Iterator[Row]:
 
 def shapes_of(deployed: Deployed) -> list[Shape]:
     """Return what is tried together, and then the products of numbers, if there are any."""
-    model, formats = PRESETS[deployed.model], deployed.formats
+    model, formats = replace(PRESETS[deployed.model], lora=deployed.lora), deployed.formats
     options: dict[str, Any] = {"by_position": True} if deployed.by_position else {}
     layout = Layout(model, deployed.sp, deployed.tp, **options)
     shape = shape_of(layout, formats, BLOCK_SIZE, LARGEST, deployed.deterministic)

@@ -6,36 +6,38 @@ By the decoder of `numpy_llama.py` in float64, from weights made here from their
 `scripts/gpu_weights.py`.
 """
 
+import itertools
 import json
-import zlib
 
 import numpy as np
-from gpu_goldens import GOLDENS, MODEL, NUM_TOKENS, PROMPTS
+from gpu_adapters import factors, hashed
+from gpu_goldens import ADAPTERS, GOLDENS, MODEL, NUM_TOKENS, PROMPTS
 from gpu_weights import prompt
 
 from oracle.numpy_llama import forward, tensor_shapes
 from shiftjax.weights.hf_config import to_json
 
-MASK = 0xFFFFFFFF
 
-
-def hashed(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor of a checkpoint."""
-    if len(shape) == 1:
-        return np.ones(shape)
-    h = (np.arange(np.prod(shape), dtype=np.uint64) * 0x9E3779B1 + zlib.crc32(name.encode())) & MASK
-    h = ((h ^ (h >> 15)) * 0x85EBCA77) & MASK
-    byte = (h ^ (h >> 13)) >> 24
-    return ((byte - 127.5) * 2.0 ** round(np.log2(shape[-1] ** -0.5 / 73.9))).reshape(shape)
+def tensors_of(config: dict, seed: int | None = None) -> dict[str, np.ndarray]:
+    """Return the tensors of the model, with an adapter in its matrices."""
+    shapes = tensor_shapes(config).items()
+    found = {n: np.ones(s) if len(s) == 1 else hashed(n, s) for n, s in shapes}
+    if seed is not None:
+        found |= {name: found[name] + b @ a for name, (a, b) in factors(MODEL, seed).items()}
+    return found
 
 
 def cases(lengths: tuple[int, ...] = PROMPTS, num_tokens: int = NUM_TOKENS) -> list[dict]:
-    """Return prompts with what becomes of them."""
+    """Return prompts with what becomes of them: of all without adapters, then with them in turn."""
     config = to_json(MODEL, "float32")
-    tensors = {name: hashed(name, shape) for name, shape in tensor_shapes(config).items()}
-    return [
-        case(config, tensors, prompt(i, length), num_tokens) for i, length in enumerate(lengths)
+    prompts = [prompt(i, length) for i, length in enumerate(lengths)]
+    tensors = {seed: tensors_of(config, seed) for seed in ADAPTERS}
+    alone = [case(config, tensors[None], each, num_tokens) for each in prompts]
+    turns = zip(prompts, itertools.cycle(ADAPTERS), strict=False)
+    adapted = [
+        {"adapter": seed} | case(config, tensors[seed], each, num_tokens) for each, seed in turns
     ]
+    return alone + adapted
 
 
 def case(config: dict, tensors: dict, token_ids: list[int], num_tokens: int) -> dict:

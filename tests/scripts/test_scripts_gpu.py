@@ -163,12 +163,15 @@ def test_rich_and_gguf_are_imported_where_they_are_used():
 
 
 def test_the_goldens_are_what_numpy_computes():
-    """Some of them: a token of the shortest prompts."""
+    """Some of them: a token of the shortest prompts, without adapters and with."""
     from oracle.make_gpu_goldens import cases
 
     known = json.loads(gpu_goldens.GOLDENS.read_text())
-    assert [case["prompt"] for case in known] == list(gpu_goldens.PROMPTS)
-    for got, want in zip(cases(gpu_goldens.PROMPTS[:4], 1), known, strict=False):
+    num = len(gpu_goldens.PROMPTS)
+    assert [case["prompt"] for case in known] == 2 * list(gpu_goldens.PROMPTS)
+    some = known[:4] + known[num : num + 4]
+    for got, want in zip(cases(gpu_goldens.PROMPTS[:4], 1), some, strict=True):
+        assert got.get("adapter", -1) == want.get("adapter", -1)
         assert got["token_ids"] == want["token_ids"][:1] and got["margins"] == want["margins"][:1]
 
 
