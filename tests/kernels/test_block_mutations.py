@@ -6,9 +6,11 @@ from block_cases import Case, make, run, worst
 from mutations import fit, load
 from spent import mutants
 
+from pallas_kernels.block_problem import Groups
 from pallas_kernels.gates import SILU
 
-MODULES = ("product_ring", "gates", "block_problem", "block_fetch", "block_finish", "block_product")
+MODULES = "product_ring", "gates", "block_problem", "block_added", "block_fetch", "block_finish"
+MODULES = *MODULES, "block_product"
 PLAIN = Case(20, 384, (192,), has_bias=True)
 RAGGED = Case(8, 320, (256, 128, 64), of_channels=False)
 ROW = Case(8, 384, (192,), block=64, of_channels=False)
@@ -17,6 +19,9 @@ CLUSTER = Case(20, 512, (128,), has_bias=True, cluster=4)
 GATED_CLUSTER = Case(12, 512, (128, 128), gate=SILU, is_plain=True, cluster=2)
 NUMBERS = Case(12, 512, (192,), block=128, is_plain=True, cluster=2)
 CODES = Case(20, 256, (256, 256), gate=SILU, quantised=True)
+ADDED = Case(12, 512, (256, 128, 64), 16, 2, is_plain=True, added=136)
+ADDED_GATED = Case(12, 512, (256, 256), gate=SILU, is_plain=True, cluster=4, added=136)
+GROUPS = Case(21, 256, (192,), is_plain=True, groups=Groups(3, 16))
 MANY = Case(136, 256, (128, 64), 128)
 MANY_CODES = Case(136, 256, (256,), 128, quantised=True)
 MANY_GATED = Case(136, 256, (128, 128), 128, gate=SILU)
@@ -54,8 +59,7 @@ FAULTS = {
         "block_fetch", "pl.ds((item.split * problem.steps + k) *", "pl.ds(k *", CLUSTER
     ),
     "a block of a cluster is left out": (
-        "block_finish", "range(worker.problem.cluster - 1)",
-        "range(worker.problem.cluster - 2)", CLUSTER
+        "block_finish", "range(problem.cluster - 1)", "range(problem.cluster - 2)", CLUSTER
     ),
     "what others have is read before it is there": (
         "block_finish", "    plgpu.barrier_wait(worker.shared.cluster)\n", "", CLUSTER
@@ -125,6 +129,31 @@ FAULTS = {
     "gate and up share their sums": (
         "block_product", "add(sums[part], product,", "add(sums[0], product,", MANY_GATED
     ),
+    "every part of a contraction adds the factors": (
+        "block_added", "return item.split == 0", "return item.split >= 0", ADDED
+    ),
+    "all matrices have what is added to the first": (
+        "block_added", "first = (nth + part) * problem.added", "first = part * problem.added", ADDED
+    ),
+    "to up is added what is added to gate": (
+        "block_added", "first = (nth + part) * problem.added", "first = nth * problem.added",
+        ADDED_GATED,
+    ),
+    "the last step of a factor is left out": (
+        "block_problem", "return -(-self.added // ADDED_STEP)", "return self.added // ADDED_STEP",
+        ADDED,
+    ),
+    "a stage of a factor is not waited for": (
+        "block_added", "        plgpu.barrier_wait(shared.added_full.at[slot])\n", "", ADDED
+    ),
+    "a row keeps the next group": (
+        "block_finish", "is_own = group == lax", "is_own = group + 1 == lax", GROUPS
+    ),
+    "groups are those of the other warpgroup": (
+        "block_finish", "item.column * PART + worker.me * CHANNELS", "item.column * PART", GROUPS
+    ),
+    "groups come once": ("block_finish", "groups.channels)), groups.num)",
+                         "groups.channels)), 1000)", GROUPS),
 }  # fmt: skip
 
 
