@@ -6,6 +6,7 @@ Each number of adapters is a process of its own that loads once, with as many sl
 active, and rounds interleave them. Stream i has adapter i modulo their number. Adapters are random,
 of all matrices of attention and MLPs. CPU seconds are of all threads. PEERS is an environment with
 torch, transformers and peft: static batches of the model with one adapter, not merged, and without.
+With another environment, of xllamacpp, llama.cpp serves the same streams, with one and without.
 """
 
 import argparse
@@ -32,6 +33,7 @@ OPTIONS = {
     "--rounds": 5,
     "--dtype": "float32",
     "--peer-python": (Path, "Python with torch, transformers and peft"),
+    "--llama-python": (Path, "Python with xllamacpp; the model must be a GGUF file"),
 }
 Row = dict[str, Any]
 
@@ -89,6 +91,30 @@ def start_workers(arguments: argparse.Namespace, folder: Path) -> list[Worker]:
         command += ["--dtype", arguments.dtype, "--adapter", adapter]
         name = "peft, 1 adapter" if adapter else "transformers"
         workers.append(Worker(name, command, folder / "peer.log"))
+    return workers + llama_workers(arguments, folder, model, paths[0])
+
+
+def llama_workers(
+    arguments: argparse.Namespace, folder: Path, model: str, adapter: str
+) -> list[Worker]:
+    """Return llama.cpp with the same model, without and with an adapter, if it was asked for."""
+    if not arguments.llama_python:
+        return []
+    from gguf import GGUFReader
+    from peers.prepare import write_adapter, write_gguf
+
+    from shiftjax.weights.locate import resolve_model
+
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    source, gguf = GGUFReader(str(resolve_model(arguments.model).path)), folder / "model.gguf"
+    write_gguf(source, gguf, wide=arguments.dtype == "float32")
+    write_adapter(Path(adapter), folder / "adapter.gguf", heads)
+    length, workers = 2 * (PROMPT + arguments.tokens), []
+    for name, path in (("llama.cpp", ""), ("llama.cpp, 1 adapter", folder / "adapter.gguf")):
+        command = [arguments.llama_python, "xllamacpp_worker.py", gguf, "--adapter", path]
+        command += ["--slots", arguments.streams, "--max-model-len", length]
+        workers.append(Worker(name, command, folder / f"{name}.log"))
     return workers
 
 
@@ -125,6 +151,8 @@ def _rows_of(arguments: argparse.Namespace, workers: list[Worker]) -> Iterator[R
 
 def baseline_of(name: str) -> str:
     """Return the engine without adapters that one is compared with."""
+    if name.startswith("llama.cpp"):
+        return "llama.cpp"
     return "transformers" if name in ("transformers", "peft, 1 adapter") else "0 adapters"
 
 

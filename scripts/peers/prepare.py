@@ -11,11 +11,15 @@ Q4_1 file llama.cpp quantises activations too, and would run another model.)
     python scripts/peers/prepare.py     prints the two paths; WORK_DIR is in the user's cache
 """
 
+import json
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, dequantize, quantize
+from safetensors.numpy import load_file
 
 from shiftjax.weights.convert import convert
 from shiftjax.weights.locate import resolve_model
@@ -24,6 +28,7 @@ BF16 = GGMLQuantizationType.BF16
 GGUF_FILE_TYPE_BF16 = 32
 LEFT_OUT = ("general.architecture", "general.quantization_version")
 NAME = "smollm2-135m-bf16"
+ADAPTED = r".*\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
 
 
 def default_work_dir() -> Path:
@@ -32,14 +37,49 @@ def default_work_dir() -> Path:
     return Path(cache) / "shiftjax" / "peers"
 
 
-def write_gguf(reader: GGUFReader, path: Path) -> None:
-    """Rewrite the GGUF with bfloat16 matrices; vectors stay float32, as llama.cpp wants them."""
+LLAMA_CPP = {  # what llama.cpp calls matrices of a layer
+    "q_proj": "attn_q",
+    "k_proj": "attn_k",
+    "v_proj": "attn_v",
+    "o_proj": "attn_output",
+    "gate_proj": "ffn_gate",
+    "up_proj": "ffn_up",
+    "down_proj": "ffn_down",
+}
+
+
+def write_adapter(directory: Path, path: Path, heads: Mapping[str, int]) -> None:
+    """Write an adapter of PEFT's as llama.cpp reads it; `heads` are those of q_proj and k_proj.
+
+    Their rows are in another order there: numbers that are rotated together are neighbours.
+    """
+    writer = GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    writer.add_float32("adapter.lora.alpha", float(config["lora_alpha"]))
+    for name, values in load_file(directory / "adapter_model.safetensors").items():
+        ((layer, module, part),), ordered = re.findall(ADAPTED, name), values
+        if part == "B" and module in heads:
+            rows, rank = values.shape
+            halves = values.reshape(heads[module], 2, rows // heads[module] // 2, rank)
+            ordered = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows, rank))
+        place = f"blk.{layer}.{LLAMA_CPP[module]}.weight.lora_{part.lower()}"
+        writer.add_tensor(place, ordered.astype(np.float32))
+    _finish(writer)
+
+
+def write_gguf(reader: GGUFReader, path: Path, *, wide: bool = False) -> None:
+    """Rewrite the GGUF with bfloat16 matrices; vectors stay float32, as llama.cpp wants them.
+
+    With `wide` matrices are float32, too.
+    """
     writer = GGUFWriter(path, reader.fields["general.architecture"].contents())
     for key, entry in reader.fields.items():
         if key.startswith("GGUF.") or key in LEFT_OUT:
             continue
         if key == "general.file_type":
-            writer.add_file_type(GGUF_FILE_TYPE_BF16)
+            writer.add_file_type(0 if wide else GGUF_FILE_TYPE_BF16)
         elif entry.types[0] == GGUFValueType.ARRAY:
             writer.add_key_value(key, entry.contents(), entry.types[0], sub_type=entry.types[-1])
         else:
@@ -47,10 +87,14 @@ def write_gguf(reader: GGUFReader, path: Path) -> None:
     for tensor in reader.tensors:
         shape = [int(size) for size in reversed(tensor.shape)]
         values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(shape)
-        if values.ndim == 1:
+        if wide or values.ndim == 1:
             writer.add_tensor(tensor.name, values)
         else:
             writer.add_tensor(tensor.name, quantize(values, BF16), raw_dtype=BF16)
+    _finish(writer)
+
+
+def _finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -11,7 +11,7 @@ from shiftjax.sim.replay import replay
 from shiftjax.sim.trace import poisson
 
 NUM = 24
-TRACE = poisson(rate=40, seconds=10, prompt_tokens=512, output_tokens=250)
+TRACE = poisson(rate=60, seconds=10, prompt_tokens=512, output_tokens=250)
 
 
 def waits(slots: int) -> dict[int, list[float]]:
