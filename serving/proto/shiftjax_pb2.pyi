@@ -534,7 +534,7 @@ class Server(_message.Message):
     def __init__(self, version: _Optional[str] = ..., models: _Optional[_Iterable[str]] = ..., info: _Optional[_Mapping[str, str]] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., fleet: _Optional[_Union[Fleet, _Mapping]] = ...) -> None: ...
 
 class Fleet(_message.Message):
-    __slots__ = ("arrangement", "widths", "groups", "changes", "binds", "releases", "failed_changes", "num_moved_sequences", "num_recomputed_sequences", "num_paused_sequences", "kv_moved_bytes", "num_compacted_blocks", "move_seconds", "paused_seconds")
+    __slots__ = ("arrangement", "widths", "groups", "changes", "binds", "releases", "failed_changes", "num_moved_sequences", "num_recomputed_sequences", "num_paused_sequences", "kv_moved_bytes", "num_compacted_blocks", "move_seconds", "paused_seconds", "num_adopted_blocks")
     class ReleasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -570,6 +570,7 @@ class Fleet(_message.Message):
     NUM_COMPACTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     MOVE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADOPTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     arrangement: str
     widths: _containers.RepeatedScalarFieldContainer[int]
     groups: _containers.RepeatedCompositeFieldContainer[FleetGroup]
@@ -584,7 +585,8 @@ class Fleet(_message.Message):
     num_compacted_blocks: int
     move_seconds: float
     paused_seconds: float
-    def __init__(self, arrangement: _Optional[str] = ..., widths: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[FleetGroup, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[FleetChange, _Mapping]]] = ..., binds: _Optional[_Iterable[_Union[FleetBinds, _Mapping]]] = ..., releases: _Optional[_Mapping[int, int]] = ..., failed_changes: _Optional[_Mapping[str, int]] = ..., num_moved_sequences: _Optional[int] = ..., num_recomputed_sequences: _Optional[int] = ..., num_paused_sequences: _Optional[int] = ..., kv_moved_bytes: _Optional[_Mapping[str, int]] = ..., num_compacted_blocks: _Optional[int] = ..., move_seconds: _Optional[float] = ..., paused_seconds: _Optional[float] = ...) -> None: ...
+    num_adopted_blocks: int
+    def __init__(self, arrangement: _Optional[str] = ..., widths: _Optional[_Iterable[int]] = ..., groups: _Optional[_Iterable[_Union[FleetGroup, _Mapping]]] = ..., changes: _Optional[_Iterable[_Union[FleetChange, _Mapping]]] = ..., binds: _Optional[_Iterable[_Union[FleetBinds, _Mapping]]] = ..., releases: _Optional[_Mapping[int, int]] = ..., failed_changes: _Optional[_Mapping[str, int]] = ..., num_moved_sequences: _Optional[int] = ..., num_recomputed_sequences: _Optional[int] = ..., num_paused_sequences: _Optional[int] = ..., kv_moved_bytes: _Optional[_Mapping[str, int]] = ..., num_compacted_blocks: _Optional[int] = ..., move_seconds: _Optional[float] = ..., paused_seconds: _Optional[float] = ..., num_adopted_blocks: _Optional[int] = ...) -> None: ...
 
 class FleetGroup(_message.Message):
     __slots__ = ("first", "width", "state", "mode", "num_running", "num_waiting", "kv_usage")

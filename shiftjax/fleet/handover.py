@@ -175,9 +175,9 @@ def make_room(wide: Lane, lanes: Sequence[Lane], num_blocks: int) -> list[Copy]:
     `lanes` are those on its units whose tables hold blocks; no step of theirs may be in flight.
     """
     by_owner = {id(lane.scheduler.tables.device): lane for lane in lanes}
-    owners = [_shared(lane) for lane in lanes]
+    owners = [shared_blocks_of(lane) for lane in lanes]
     copies: dict[Group, Copy] = {}
-    for owner, block, new in plan_compaction(_shared(wide), owners, num_blocks):
+    for owner, block, new in plan_compaction(shared_blocks_of(wide), owners, num_blocks):
         lane = by_owner[id(owner)]
         owner.replace(block, new)
         copies.setdefault(lane.group, Copy(lane.group, [])).blocks.append((block, new))
@@ -196,7 +196,7 @@ class _Route:
 
     def __init__(self, source: Lane, target: Lane, change: Change, handover: Handover):
         self.source, self.target, self.handover = source.scheduler, target.scheduler, handover
-        self.old, self.new = _shared(source), _shared(target)
+        self.old, self.new = shared_blocks_of(source), shared_blocks_of(target)
         self.to_wide = change.is_bind
         narrow = source.group if self.to_wide else target.group
         self.width, self.place = narrow.width, place_of(change.wide, narrow)
@@ -324,7 +324,8 @@ def _blocks_of_all(lanes: Sequence[Lane], target: Lane) -> int:
     return sum(blocks_for(len(sequence.token_ids)) for sequence in sequences)
 
 
-def _shared(lane: Lane) -> SharedBlocks:
+def shared_blocks_of(lane: Lane) -> SharedBlocks:
+    """Return the blocks of a group, as it shares them with others."""
     blocks = lane.scheduler.tables.device
     assert isinstance(blocks, SharedBlocks), "groups that come and go share their blocks"
     return blocks

@@ -35,6 +35,7 @@ from shiftjax.core.topology import Topology
 from shiftjax.fleet.fleet_policy import FleetPolicy, Wish
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.fleet.needs import Needs
+from shiftjax.fleet.prefixes import adopt
 from shiftjax.fleet.state import FleetState, state_of
 from shiftjax.fleet.stats import FleetStats, Turn
 from shiftjax.parallel.arrangements import Arrangement, Change, changes, check_arrangement
@@ -287,6 +288,8 @@ class Fleet(Topology):
         self._resume(targets, now)
         self._below.pop(change.wide, None)
         handover = hand_over(sources, targets, change)
+        if change.is_bind:
+            self.stats.num_adopted_blocks += adopt(sources, targets[0], change, handover)
         for lane in sources:
             lane.state = "idle"
         return handover

@@ -55,6 +55,7 @@ class SharedBlocks(BlockAllocator):
             for block in held:
                 self._ref_counts[block] = 0
                 self._contents[block] = None
+            self._found.clear()
             self._give_back(held)
             return
         super().reset()
@@ -146,6 +147,9 @@ class SharedBlocks(BlockAllocator):
         if contents is not None:
             self._contents[other] = contents
             self._index[contents.block_hash] = other
+            if block in self._found:
+                self._found.remove(block)
+                self._found.add(other)
         self._give_back([block])
 
     def state_of(self, block: int) -> State:

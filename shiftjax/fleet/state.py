@@ -107,6 +107,8 @@ def metrics(fleet: FleetState | None) -> Iterator[Metric]:
     yield counter("kv_moved_bytes", "Keys and values moved.", moved, "direction")
     text = "KV blocks copied to make room."
     yield counter("kv_compacted_blocks", text, stats.num_compacted_blocks)
+    text = "Blocks of bound groups with prefixes that narrower ones had cached."
+    yield counter("prefix_blocks_adopted", text, stats.num_adopted_blocks)
     text = "Seconds that groups paused, of pauses that have ended."
     yield counter("paused_seconds", text, stats.paused_seconds)
     text = "Sequences of groups that pause."
@@ -154,6 +156,7 @@ def plain_counters(state: FleetState) -> dict[str, Any]:
         "num_paused_sequences": state.num_paused_sequences,
         "kv_moved_bytes": dict(stats.moved_bytes),
         "num_compacted_blocks": stats.num_compacted_blocks,
+        "num_adopted_blocks": stats.num_adopted_blocks,
         "move_seconds": stats.move_seconds.total,
         "paused_seconds": stats.paused_seconds,
     }
