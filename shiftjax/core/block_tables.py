@@ -104,9 +104,9 @@ class BlockTables:
         if shortage + self.device.num_revived(prefix) > len(prefix):
             return False
         self.device.retain(prefix)  # before allocating, which could evict them
+        fresh = [self._allocate() for _ in range(num_blocks - len(prefix))]
         if len(sequence.siblings) < 2:  # siblings find their own prompt
             self.device.note_found(prefix)
-        fresh = [self._allocate() for _ in range(num_blocks - len(prefix))]
         sequence.block_table = prefix + fresh
         sequence.num_registered_blocks = len(prefix)
         num_restored = self._restore(sequence, len(prefix))

@@ -182,6 +182,8 @@ class BlockAllocator:
 
     def found_again(self) -> list[int]:
         """Ends of cached prefixes that were found since they were entered, the last used first."""
+        if not self._found:
+            return []
         found = [block for block in reversed(self._cached) if block in self._found]
         contents = (self._contents[block] for block in found)
         inner = {self._index.get(each.parent or b"") for each in contents if each is not None}
