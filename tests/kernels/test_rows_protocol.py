@@ -171,6 +171,7 @@ def test_kernels_meet_before_they_read_and_after_they_store(devices, codes):
         assert steps == (*FIRST, *WORK, *LAST), name
 
 
+@pytest.mark.costs(8)
 @pytest.mark.parametrize(("devices", "sums"), [(2, 4), (3, 2)])
 def test_devices_use_norms_of_this_launch_in_every_order(devices, sums):
     assert wrong_order((*FIRST, *WORK, *LAST), devices, sums) is None

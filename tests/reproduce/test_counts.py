@@ -17,6 +17,7 @@ def counted(paper, options):
     return count(each for each in results_of(paper, options) if isinstance(each, Figure))
 
 
+@pytest.mark.costs(8)
 @pytest.mark.parametrize("paper", LEAST)
 def test_so_many_are_near(paper):
     compared, near, fair = LEAST[paper]

@@ -61,6 +61,7 @@ def servers(machine: str, model: str, dtype: str) -> list[Server]:
     return all_servers([target], load, LIMITS, True, {}).servers
 
 
+@pytest.mark.costs(10)
 @pytest.mark.parametrize(
     ("machine", "model", "dtype"),
     [

@@ -149,6 +149,7 @@ def test_plan_says_where_a_format_has_no_products(capsys):
     assert "no fp8 products" not in capsys.readouterr().out
 
 
+@pytest.mark.costs(8)
 def test_plan_writes_rows_and_plots(capsys, tmp_path):
     assert main(["plan", "--model", "llama-8b", "--out", str(tmp_path)]) == 0
     assert len((tmp_path / "plan.jsonl").read_text().splitlines()) == 16
@@ -163,6 +164,7 @@ def test_plan_says_when_nothing_fits(capsys):
     assert re.search(r"; \w[\w ]* misses [\d.]+ GB on each device for the weights", out)
 
 
+@pytest.mark.costs(8)
 def test_simulate_compares_and_writes_rows(capsys, tmp_path):
     assert (
         main([*QUICK, "--compare", "dp,tp,shift", "--rates", "0.5,1", "--out", str(tmp_path)]) == 0
