@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.block_problem import ADDED_STEP, Inputs, Item, Problem, Shared
+from pallas_kernels.block_problem import ADDED_STEP, Inputs, Item, Problem, Shared, for_matrix
 from pallas_kernels.grouped_split import CHANNELS, PART
 from pallas_kernels.mosaic import Accumulator
 from pallas_kernels.product_ring import Copier, Ring
@@ -62,22 +62,14 @@ def factor_copier(problem: Problem, inputs: Inputs, shared: Shared, part: int) -
 
     def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
         inner = pl.ds(k * ADDED_STEP, ADDED_STEP)
-        for i, first in enumerate(problem.firsts[:-1]):
 
-            def copy_own(
-                factor: Any = inputs.matrices[i + part].factor, first: int = first
-            ) -> None:
-                channels = pl.ds((item.column - first) * PART, PART)
-                here = factor.at[
-                    (inner, channels) if problem.is_row_parallel else (channels, inner)
-                ]
-                plgpu.copy_gmem_to_smem(here, shared.factors[part].at[slot], full)
+        def copy_own(i: int, first: Any) -> None:
+            factor, channels = inputs.matrices[i + part].factor, pl.ds(first, PART)
+            assert factor is not None
+            place = (inner, channels) if problem.is_row_parallel else (channels, inner)
+            plgpu.copy_gmem_to_smem(factor.at[place], shared.factors[part].at[slot], full)
 
-            if len(problem.outs) == 1:
-                copy_own()
-            else:
-                end = problem.firsts[i + 1]
-                pl.when((item.column >= first) & (item.column < end))(copy_own)
+        for_matrix(problem, item, copy_own)
 
     return copy
 

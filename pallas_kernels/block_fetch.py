@@ -13,6 +13,7 @@ from pallas_kernels.block_problem import (
     Problem,
     Shared,
     count_items,
+    for_matrix,
     read_item,
     ring_of,
 )
@@ -65,28 +66,20 @@ def _weights_copier(problem: Problem, inputs: Inputs, shared: Shared, part: int)
     """Copy the weights of a part; of joined matrices a block of channels is of one of them."""
 
     def copy(item: Item, k: Any, slot: Any, full: Any) -> None:
-        for i, first in enumerate(problem.firsts[:-1]):
-
-            def copy_own(
-                matrix: Any = inputs.matrices[i + part].values, first: int = first
-            ) -> None:
-                channels = pl.ds((item.column - first) * PART, PART)
-                step = item.split * problem.steps + k
-                if problem.is_row_parallel and problem.is_plain:
-                    here = matrix.at[step, pl.ds(0, problem.block), channels]
-                elif problem.is_row_parallel:
-                    here = matrix.at[step, channels]
-                elif item.expert is not None:
-                    here = matrix.at[item.expert, channels, _inputs_of(problem, item, k)]
-                else:
-                    here = matrix.at[channels, _inputs_of(problem, item, k)]
-                plgpu.copy_gmem_to_smem(here, shared.weights[part].at[slot], full)
-
-            if len(problem.outs) == 1:
-                copy_own()
+        def copy_own(i: int, first: Any) -> None:
+            matrix, channels = inputs.matrices[i + part].values, pl.ds(first, PART)
+            step = item.split * problem.steps + k
+            if problem.is_row_parallel and problem.is_plain:
+                here = matrix.at[step, pl.ds(0, problem.block), channels]
+            elif problem.is_row_parallel:
+                here = matrix.at[step, channels]
+            elif item.expert is not None:
+                here = matrix.at[item.expert, channels, _inputs_of(problem, item, k)]
             else:
-                end = problem.firsts[i + 1]
-                pl.when((item.column >= first) & (item.column < end))(copy_own)
+                here = matrix.at[channels, _inputs_of(problem, item, k)]
+            plgpu.copy_gmem_to_smem(here, shared.weights[part].at[slot], full)
+
+        for_matrix(problem, item, copy_own)
 
     return copy
 

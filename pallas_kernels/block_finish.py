@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.block_added import Sums, added_sums
-from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared
+from pallas_kernels.block_problem import BlockMatrix, Inputs, Item, Problem, Shared, for_matrix
 from pallas_kernels.gates import activate
 from pallas_kernels.grouped_split import CHANNELS, PART, WARPGROUPS
 from pallas_kernels.mosaic import FP8, WGMMA, code_scale, fence, remainder, store
@@ -89,19 +89,17 @@ def _place(worker: Worker, item: Item) -> jax.Array:
 
 
 def _finish(worker: Worker, item: Item, sums: Sums, more: Sums | None) -> None:
-    problem = worker.problem
-    for i, first in enumerate(problem.firsts[:-1]):
-        write = functools.partial(_finish_matrix, worker, i, item, sums, more)
-        if len(problem.outs) == 1:
-            write()
-        else:
-            pl.when((item.column >= first) & (item.column < problem.firsts[i + 1]))(write)
+    def finish_own(i: int, first: Any) -> None:
+        _finish_matrix(worker, i, first, item, sums, more)
+
+    for_matrix(worker.problem, item, finish_own)
 
 
-def _finish_matrix(worker: Worker, i: int, item: Item, sums: Sums, more: Sums | None) -> None:
+def _finish_matrix(
+    worker: Worker, i: int, first: Any, item: Item, sums: Sums, more: Sums | None
+) -> None:
     """Finish those of matrix `i`, or of gate and up, to which there may be more to add."""
     problem, matrices = worker.problem, worker.inputs.matrices
-    first = (item.column - problem.firsts[i]) * PART
     values = [_scaled(worker, matrices[i + n], item, first, one) for n, one in enumerate(sums)]
     if more is not None:
         values = [one + other for one, other in zip(values, more, strict=True)]

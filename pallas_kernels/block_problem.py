@@ -20,12 +20,15 @@ To a product of few rows matrices of low rank may add (`block_added.py`). Result
 of channels, of which each row keeps one, and has zeros for the others.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int, Num
@@ -408,6 +411,19 @@ def count_items(problem: Problem, inputs: Inputs) -> jax.Array:
     """Return how many items this thread block has, or its cluster."""
     tiles = problem.tiles if inputs.tiles is None else count_tiles(inputs.tiles.ends)
     return share_of_items(tiles * problem.columns * problem.splits, problem.num_blocks)
+
+
+def for_matrix(problem: Problem, item: Item, run: Callable[[int, Any], None]) -> None:
+    """Call `run` for the matrix that an item is of: its number, and its own channels' first.
+
+    Of gate and up gate's: both have the same channels.
+    """
+    for i, first in enumerate(problem.firsts[:-1]):
+        own = functools.partial(run, i, (item.column - first) * PART)
+        if len(problem.outs) == 1:
+            own()
+        else:
+            pl.when((item.column >= first) & (item.column < problem.firsts[i + 1]))(own)
 
 
 def read_item(problem: Problem, inputs: Inputs, nth: jax.Array) -> Item:

@@ -151,7 +151,8 @@ def _wrong_beside(
         return wrong + ["there is nothing for factors"] * any(f is not None for f in factors)
     dtype, width = beside.added.dtype, beside.added.shape[1] // num
     if dtype not in PLAIN or width % ROWS or beside.added.shape != (tokens, num * width):
-        wrong.append(f"{beside.added.shape} of {dtype}: {tokens} x {num} times {ROWS}, 32 ...")
+        words = f"must be {tokens} x {num} times a multiple of {ROWS}, of 16 bits"
+        wrong.append(f"what factors multiply, {beside.added.shape} of {dtype}, {words}")
     is_row = len(matrices[0].values.shape) == 3
     for matrix in matrices:
         wanted = (width, matrix.outputs) if is_row else (matrix.outputs, width)

@@ -42,8 +42,7 @@ FAULTS = {
         "block_product", "item.column >= first, read(i)", "item.column > first, read(i)", RAGGED
     ),
     "joined matrices begin a block late": (
-        "block_fetch", "pl.ds((item.column - first) * PART, PART)", "pl.ds(first * PART, PART)",
-        RAGGED,
+        "block_problem", "run, i, (item.column - first) * PART", "run, i, first * PART", RAGGED
     ),
     "what follows is written over the first": (
         "block_finish", "sum(problem.outs[:i]) + first", "first", RAGGED

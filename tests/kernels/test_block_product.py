@@ -205,6 +205,26 @@ def test_what_it_cannot_take_is_said(change, message):
         block_product(made.x, made.matrices, case.result, case.config)
 
 
+@pytest.mark.parametrize(
+    ("change", "beside", "message"),
+    [
+        ({"tokens": 72, "rows": 128}, {}, "128 rows are more than 64"),
+        ({}, {"added": jnp.zeros((8, 12), jnp.bfloat16)}, "1 times a multiple of 8, of 16 bits"),
+        ({}, {"added": jnp.zeros((8, 16))}, "1 times a multiple of 8, of 16 bits"),
+        ({}, {"added": jnp.zeros((8, 32), jnp.bfloat16)}, r"a factor must be \(128, 32\)"),
+        ({"block": 128}, {"added": jnp.zeros((8, 32), jnp.bfloat16)}, r"must be \(32, 128\)"),
+        ({}, {"added": None}, "there is nothing for factors"),
+        ({"added": 0, "groups": Groups(2, 64)}, {"group": None}, "every row has one"),
+    ],
+)
+def test_what_it_cannot_add_is_said(change, beside, message):
+    case = Case(8, 256, (128,), added=16)._replace(**change)
+    made = make(case)
+    own = made.beside._replace(**beside)
+    with pytest.raises(ValueError, match=message):
+        block_product(made.x, made.matrices, case.result, case.config, own)
+
+
 def test_activations_are_codes_of_as_many_inputs():
     x, (matrix, *_) = shapes(8, (128,), 256)
     assert wrong_block(x, (matrix,)) == []
