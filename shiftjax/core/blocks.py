@@ -105,7 +105,6 @@ class BlockAllocator:
         self._ref_counts = [0] * self.num_blocks
         self._contents: list[CachedPrefix | None] = [None] * self.num_blocks
         self._index: dict[bytes, int] = {}
-        self._found: set[int] = set()  # in the index, and found by somebody since
         if self.observer is not None:
             self.observer.cleared()
 
@@ -177,28 +176,7 @@ class BlockAllocator:
         return blocks
 
     def note_found(self, blocks: Iterable[int]) -> None:
-        """Somebody has found these blocks by their hashes."""
-        self._found.update(block for block in blocks if self._contents[block] is not None)
-
-    def found_again(self) -> list[int]:
-        """Ends of cached prefixes that were found since they were entered, the last used first."""
-        if not self._found:
-            return []
-        found = [block for block in reversed(self._cached) if block in self._found]
-        contents = (self._contents[block] for block in found)
-        inner = {self._index.get(each.parent or b"") for each in contents if each is not None}
-        return [block for block in found if block not in inner]
-
-    def chain_of(self, block: int) -> list[tuple[int, CachedPrefix]]:
-        """The blocks of the prefix that ends with one; none where some of them are gone."""
-        chain: list[tuple[int, CachedPrefix]] = []
-        number: int | None = block
-        while number is not None and (contents := self._contents[number]) is not None:
-            chain.append((number, contents))
-            if contents.parent is None:
-                return chain[::-1]
-            number = self._index.get(contents.parent)
-        return []
+        """Somebody has found these blocks by their hashes; for who shares the pool with others."""
 
     def num_revived(self, blocks: Iterable[int]) -> int:
         """How many of these `retain` would take from `num_free_blocks`."""
@@ -295,7 +273,6 @@ class BlockAllocator:
 
     def _clear_index(self) -> None:
         self._index.clear()
-        self._found.clear()
         self._contents = [None] * self.num_blocks
         if self.observer is not None:
             self.observer.cleared()
@@ -305,6 +282,5 @@ class BlockAllocator:
         if contents is not None:
             del self._index[contents.block_hash]
             self._contents[block] = None
-            self._found.discard(block)
             if self.observer is not None and not contents.is_private:
                 self.observer.removed(contents.block_hash)

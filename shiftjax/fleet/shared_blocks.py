@@ -17,7 +17,7 @@ units of a wide group stay; where there are too few, `plan_compaction` moves blo
 from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 
-from shiftjax.core.blocks import BlockAllocator
+from shiftjax.core.blocks import BlockAllocator, CachedPrefix
 from shiftjax.parallel.grid import Group
 
 
@@ -59,6 +59,7 @@ class SharedBlocks(BlockAllocator):
             self._give_back(held)
             return
         super().reset()
+        self._found: set[int] = set()  # in the index, and found by somebody since
         self._free = []
         self._states = bytearray(self.num_blocks)  # all clean
         self._states[0] = State.BLOCKED
@@ -133,6 +134,30 @@ class SharedBlocks(BlockAllocator):
         if ended:
             self._give_back(ended)
 
+    def note_found(self, blocks: Iterable[int]) -> None:
+        """Somebody has found these blocks by their hashes."""
+        self._found.update(block for block in blocks if self._contents[block] is not None)
+
+    def found_again(self) -> list[int]:
+        """Ends of cached prefixes that were found since they were entered, the last used first."""
+        if not self._found:
+            return []
+        found = [block for block in reversed(self._cached) if block in self._found]
+        contents = (self._contents[block] for block in found)
+        inner = {self._index.get(each.parent or b"") for each in contents if each is not None}
+        return [block for block in found if block not in inner]
+
+    def chain_of(self, block: int) -> list[tuple[int, CachedPrefix]]:
+        """The blocks of the prefix that ends with one; none where some of them are gone."""
+        chain: list[tuple[int, CachedPrefix]] = []
+        number: int | None = block
+        while number is not None and (contents := self._contents[number]) is not None:
+            chain.append((number, contents))
+            if contents.parent is None:
+                return chain[::-1]
+            number = self._index.get(contents.parent)
+        return []
+
     def clear_cache(self) -> None:
         """Empty the prefix cache; tables keep their blocks."""
         for block in list(self._cached):
@@ -181,6 +206,14 @@ class SharedBlocks(BlockAllocator):
             super().check(tables)
         finally:
             self._free = []
+
+    def _forget(self, block: int) -> None:
+        super()._forget(block)
+        self._found.discard(block)
+
+    def _clear_index(self) -> None:
+        super()._clear_index()
+        self._found.clear()
 
     # ------------------------------------------------------------------ states
 
