@@ -25,7 +25,6 @@ ENGINES_WITH = {
     "fp8": ENGINES["fp8, one graph"],
 }
 LAYERS = 8  # a quarter of the model's, which start in a quarter of the time
-PROFILED = 3  # steps
 
 
 def hashed(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -81,7 +80,7 @@ def adapter_rows(name: str, run: Run) -> Iterator[Row]:
 
     As many slots are multiplied whatever they hold, so one adapter is enough. Then the kernels.
     """
-    from gpu_engine import Sizes, make_chain, make_engine, make_plan, step_seconds
+    from gpu_engine import PROFILED, Sizes, make_chain, make_engine, make_plan, step_seconds
     from gpu_profile import profile
 
     from shiftjax.arch.presets import PRESETS

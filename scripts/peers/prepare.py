@@ -25,7 +25,7 @@ from shiftjax.weights.convert import convert
 from shiftjax.weights.locate import resolve_model
 
 BF16 = GGMLQuantizationType.BF16
-GGUF_FILE_TYPE_BF16 = 32
+GGUF_FILE_TYPE_F32, GGUF_FILE_TYPE_BF16 = 0, 32
 LEFT_OUT = ("general.architecture", "general.quantization_version")
 NAME = "smollm2-135m-bf16"
 ADAPTED = r".*\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.lora_([AB])\.weight"
@@ -79,7 +79,7 @@ def write_gguf(reader: GGUFReader, path: Path, *, wide: bool = False) -> None:
         if key.startswith("GGUF.") or key in LEFT_OUT:
             continue
         if key == "general.file_type":
-            writer.add_file_type(0 if wide else GGUF_FILE_TYPE_BF16)
+            writer.add_file_type(GGUF_FILE_TYPE_F32 if wide else GGUF_FILE_TYPE_BF16)
         elif entry.types[0] == GGUFValueType.ARRAY:
             writer.add_key_value(key, entry.contents(), entry.types[0], sub_type=entry.types[-1])
         else:
