@@ -163,7 +163,8 @@ def _make_lanes(
         of_width, policy = deployment.of_width(group.width), groups.policies[group.width]
         host, speculation = None, None
         if memory.num_bytes:
-            host = HostBlocks(memory, of_width.block_size, of_width.host_block_bytes)
+            sizes = of_width.block_size, of_width.host_block_bytes, of_width.hash_size
+            host = HostBlocks(memory, *sizes)
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None

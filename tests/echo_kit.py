@@ -95,6 +95,7 @@ def check_plan(plan: StepPlan, config: SchedulerConfig) -> None:
         else:
             assert item.previous_row == -1
     targets = [block for _, blocks in plan.restores for block in blocks if block]
+    targets += [block for each in plan.unit_restores for block in each.blocks]
     assert len(targets) == len(set(targets))
     assert all(len(blocks) in EXTENT_SIZES for _, blocks in plan.offloads + plan.restores)
     assert all(block for _, blocks in plan.offloads for block in blocks)

@@ -103,7 +103,7 @@ def make_fleet(
             **scheduler,
         )
         runner = FleetRunner(config, group, pools, extents)
-        host = HostBlocks(memory, sizes[group], HOST_BLOCK_BYTES * group.width)
+        host = HostBlocks(memory, sizes[group], HOST_BLOCK_BYTES * group.width, block_size)
         own = Scheduler(config, None, blocks[group], host if num_host_blocks else None)
         lanes.append(Lane(own, runner, group.modes, group=group))
     limits = RequestLimits(

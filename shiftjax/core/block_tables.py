@@ -5,7 +5,7 @@ agreement. A block table grows only; a sequence loses it whole, by `release` or 
 """
 
 from collections.abc import Iterable, Mapping
-from itertools import chain, dropwhile, islice
+from itertools import chain, islice, takewhile
 
 from shiftjax.core.blocks import (
     BlockAllocator,
@@ -114,7 +114,8 @@ class BlockTables:
         sequence.num_computed_tokens = max(sequence.num_computed_tokens, num_hit_tokens)
         self.num_prefix_query_tokens += num_tokens
         self.num_prefix_hit_tokens += num_hit_tokens
-        self.num_prefix_hits_elsewhere += not prefix and self._is_known_elsewhere(sequence)
+        is_missed = not num_hit_tokens and self._is_known_elsewhere(sequence)
+        self.num_prefix_hits_elsewhere += is_missed
         return True
 
     def grow(self, sequence: SequenceState) -> bool:
@@ -203,8 +204,9 @@ class BlockTables:
             return dict.fromkeys(place.extent for place in sequence.places)
         if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
-        hashes = self._hashes(sequence)[: self._findable(sequence)]
-        return self.tier.extents_of(dropwhile(self.device.is_indexed, hashes))
+        hashes, limit = self._hashes(sequence), self._findable(sequence)
+        num_here = sum(1 for _ in takewhile(self.device.is_indexed, hashes[:limit]))
+        return self.tier.extents_of(self._units(sequence, num_here, limit))
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the second tier."""
@@ -216,12 +218,13 @@ class BlockTables:
         hashes = self._hashes(sequence)
         # Who hears of blocks knows them by their tokens alone, and others' tokens are secret.
         is_private = request.cache_salt is not None or request.adapter is not None
-        num_full = sequence.num_verified_tokens // size
+        num_full, several = sequence.num_verified_tokens // size, size // self._hash_size
         for number in range(sequence.num_registered_blocks, num_full):
             block, block_hash = sequence.block_table[number], hashes[number]
             parent = hashes[number - 1] if number else None
             contents = block_tokens(tokens, number, size)
-            self.device.register(block, block_hash, contents, parent, is_private)
+            units = self._units(sequence, number, number + 1) if several > 1 else ()
+            self.device.register(block, block_hash, contents, parent, is_private, units)
             if self.device.contents_of(block) is not None:
                 self._keep_notes(sequence, number)
         sequence.num_registered_blocks = num_full
@@ -237,7 +240,7 @@ class BlockTables:
         What `plan`, whose step has failed, has read there is given up, too. Sequences keep what
         they have swapped out where all of it was written.
         """
-        self.tier.reset([extent for extent, _ in plan.restores] if plan else [])
+        self.tier.reset(plan.read_extents if plan else ())
         self._evicted.clear()
         for sequence in sequences:
             sequence.block_table = []
@@ -311,20 +314,24 @@ class BlockTables:
         Returns how many blocks a prefix has there; of a swapped sequence that is none, because it
         knows what it has computed.
         """
+        several = self.block_size // self._hash_size
         if sequence.places:
-            places = sequence.places[num_found:]
-            self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
+            places = sequence.places[num_found * several :]
+            num_blocks = -(-len(places) // several)
+            self.tier.restore(places, sequence.block_table[num_found:][:num_blocks])
             self.leave_tier(sequence)
             return 0
         places = self._find_in_tier(sequence, num_found)
-        self.tier.restore(places, sequence.block_table[num_found:][: len(places)])
-        return len(places)
+        num_blocks = len(places) // several
+        self.tier.restore(places, sequence.block_table[num_found:][:num_blocks])
+        return num_blocks
 
     def _find_in_tier(self, sequence: SequenceState, num_found: int) -> list[Place]:
         """Where the second tier has blocks that follow those found on the device; never all."""
         if not self._may_have_prefix(sequence):
             return []
-        hashes, limit = self._hashes(sequence), self._findable(sequence)
+        self._hashes(sequence)  # of what has come since
+        hashes, limit = sequence.block_hashes, self._findable(sequence)
         return self.tier.match(hashes, sequence.token_ids, num_found, limit)
 
     def _findable(self, sequence: SequenceState) -> int:
@@ -346,3 +353,8 @@ class BlockTables:
         extend_hashes(hashes, root, sequence.token_ids, self._hash_size)
         several = self.block_size // self._hash_size
         return hashes if several == 1 else hashes[several - 1 :: several]
+
+    def _units(self, sequence: SequenceState, start: int, end: int) -> list[bytes]:
+        """The hashes of the units of blocks `start` up to `end`, which have been hashed."""
+        several = self.block_size // self._hash_size
+        return sequence.block_hashes[start * several : end * several]

@@ -56,6 +56,7 @@ class CachedPrefix:
     tokens: list[int]
     parent: bytes | None = None  # the hash of the block before; None: it begins a sequence
     is_private: bool = False  # no observer hears of it
+    hashes: Sequence[bytes] = ()  # of all of its tokens that are hashed apart; (): one, its own
 
 
 class CacheObserver(Protocol):
@@ -209,6 +210,7 @@ class BlockAllocator:
         tokens: list[int],
         parent: bytes | None = None,
         is_private: bool = False,
+        hashes: Sequence[bytes] = (),
     ) -> None:
         """Enter a used block, whose KV has been computed, into the prefix cache.
 
@@ -216,7 +218,7 @@ class BlockAllocator:
         is not found, nothing after it would be: such a block is not entered.
         """
         if parent is None or parent in self._index:
-            self.enter(block, CachedPrefix(block_hash, tokens, parent, is_private))
+            self.enter(block, CachedPrefix(block_hash, tokens, parent, is_private, hashes))
 
     def enter(self, block: int, contents: CachedPrefix) -> None:
         """Have a block that is not free found from now on, whether what comes before it is or not.

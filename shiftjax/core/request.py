@@ -12,7 +12,7 @@ from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.errors import DuplicateRequestError, RequestError
 from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.sampling_params import INT32_MAX, SamplingParams
-from shiftjax.core.tier import Offload, Place, Restore
+from shiftjax.core.tier import Offload, Place, Restore, UnitRestore
 from shiftjax.parallel.grid import Mode
 
 __all__ = [
@@ -255,8 +255,9 @@ class StepPlan:
     nothing has offloads: no program is run, and its step ends when they are made.
 
     The runner first forgets the extents `dropped` in the second tier and empties that list, copies
-    `offloads` there and then `restores` to the device, then computes. Beside that the extents
-    `prefetches`, and no others, travel to the devices, for restores of plans to come.
+    `offloads` there and then `restores` and `unit_restores` to the device, then computes. Beside
+    that the extents `prefetches`, and no others, travel to the devices, for restores of plans to
+    come.
     """
 
     scheduled: list[ScheduledSequence]
@@ -272,6 +273,13 @@ class StepPlan:
     micro_batch: int = 0
     dropped: list[int] = field(default_factory=list)
     prefetches: list[int] = field(default_factory=list)
+    unit_restores: list[UnitRestore] = field(default_factory=list)
+
+    @property
+    def read_extents(self) -> list[int]:
+        """The numbers of the extents that are read, some of them more than once."""
+        units = (number for each in self.unit_restores for number, _ in each.units)
+        return [*(extent for extent, _ in self.restores), *units]
 
     @property
     def num_rowwise(self) -> int:

@@ -197,7 +197,7 @@ class Scheduler:
     def _planned(self, plan: StepPlan) -> StepPlan:
         """With the moves between the tiers that have been collected."""
         moves = self.tables.finish_plan(is_planned=True, waiting=self.waiting)
-        plan.dropped, plan.offloads, plan.restores, plan.prefetches = moves
+        plan.dropped, plan.offloads, plan.restores, plan.prefetches, plan.unit_restores = moves
         self._num_steps += 1
         return plan
 

@@ -1,4 +1,8 @@
-"""A second place for KV blocks, beside the pool of the devices: the seam for it. No JAX."""
+"""A second place for KV blocks, beside the pool of the devices: the seam for it. No JAX.
+
+It counts in units: as many tokens as prefixes are hashed by, of which a block holds some whole
+number. So groups with blocks of several sizes read what any of them wrote.
+"""
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,25 +15,21 @@ MOST_AHEAD = 8  # extents on the devices before their restore
 
 @dataclass(slots=True, eq=False)
 class Extent:
-    """Blocks that one copy brings to the tier; `contents` is None where no hash leads."""
+    """Blocks that one copy brings to the tier; `contents` of a unit is None where no hash leads."""
 
     number: int
     writer: "Tier"
     contents: list[CachedPrefix | None]
+    num_bytes: int  # that it takes of the budget
     num_pins: int = 0
     is_proven: bool = False  # the step that came with the copy has ended
 
-    @property
-    def num_bytes(self) -> int:
-        """What it takes of the budget."""
-        return len(self.contents) * self.writer.block_bytes
-
 
 class Place(NamedTuple):
-    """One block in the tier."""
+    """One unit in the tier."""
 
     extent: Extent
-    row: int
+    unit: int
 
 
 class Offload(NamedTuple):
@@ -46,6 +46,17 @@ class Restore(NamedTuple):
     blocks: list[int]
 
 
+class UnitRestore(NamedTuple):
+    """Copy units, `(extent, unit)`, one after the other to device blocks; the last may lack some.
+
+    For extents of groups whose blocks have another size; a unit has `num_tokens`.
+    """
+
+    units: list[tuple[int, int]]
+    blocks: list[int]
+    num_tokens: int
+
+
 class TierMoves(NamedTuple):
     """What a plan does with the tier: extents that go first, then copies out, then copies in.
 
@@ -57,18 +68,18 @@ class TierMoves(NamedTuple):
     offloads: list[Offload]
     restores: list[Restore]
     prefetches: list[int]
+    unit_restores: list[UnitRestore]
 
 
 class Tier:
     """What one group has in a second place for KV blocks. This one has no room and holds nothing.
 
     Copies are collected while a plan is made; `finish` hands them over. `keeps_evicted` says
-    whether it wants what falls out of the devices' prefix cache. A block has `block_size` tokens,
-    and `block_bytes` on all devices of the group.
+    whether it wants what falls out of the devices' prefix cache. Hashes are those of units,
+    of `hash_size` tokens each.
     """
 
-    block_size: int = 0
-    block_bytes: int = 0
+    hash_size: int = 0
     keeps_evicted: bool = False
 
     @property
@@ -95,7 +106,7 @@ class Tier:
     def match(
         self, hashes: Sequence[bytes], token_ids: list[int], start: int, limit: int
     ) -> list[Place]:
-        """Return where blocks `start` up to `limit` of a sequence are, until one is missing."""
+        """Return where the units of blocks `start` up to `limit` are, until a block is missing."""
         return []
 
     def find(self, block_hash: bytes, tokens: list[int]) -> Place | None:
@@ -107,7 +118,10 @@ class Tier:
         return False
 
     def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
-        """Return the extents of the blocks that come first, until one is missing."""
+        """Return the extents of the units that come first, until one is missing.
+
+        Those of other groups' sizes of blocks are left out: they cannot be prefetched.
+        """
         return []
 
     def swap_out(
@@ -120,14 +134,14 @@ class Tier:
         """Copy blocks that the devices' prefix cache gives up."""
 
     def restore(self, places: Sequence[Place], blocks: Sequence[int]) -> None:
-        """Copy blocks to device blocks."""
+        """Copy units to device blocks: each takes as many as it holds, the last those left."""
 
     def release(self, places: Iterable[Place]) -> None:
         """Called when a sequence needs what it has swapped out no more."""
 
     def finish(self, *, is_planned: bool, wanted: Iterable[Extent] = ()) -> TierMoves:
         """Return the copies of the plan; without a plan none are made. `wanted`: to prefetch."""
-        return TierMoves([], [], [], [])
+        return TierMoves([], [], [], [], [])
 
     def prove(self, offloads: Iterable[Offload]) -> None:
         """Called when the step of a plan with these copies has ended."""

@@ -274,6 +274,8 @@ class DeviceRunner:
             host.offload(self.memory.pools, extent, blocks)
         for extent, blocks in plan.restores:
             self.memory.pools = host.restore(self.memory.pools, extent, blocks)
+        for each in plan.unit_restores:
+            self.memory.pools = host.restore_units(self.memory.pools, each)
         host.prefetch(plan.prefetches)
 
     def program_for(self, plan: StepPlan) -> Program:

@@ -210,6 +210,8 @@ class _Route:
         `has_room`: the target may have one more running sequence.
         """
         runs = sequence.status is Status.RUNNING
+        if not runs and self.source.tables.is_swapped_out(sequence):
+            return False  # any group reads it from there
         if runs and has_room and self._change_blocks(sequence):
             self.handover.num_sequences += 1
             sequence.num_registered_blocks = 0

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shiftjax.arch.cache import LayerCache, layers_of_pools
+from shiftjax.core.tier import UnitRestore
 from shiftjax.device.mesh import extent_spec, named, pool_spec, replicated_spec
 from shiftjax.device.pool import (
     FlatPools,
@@ -32,7 +33,16 @@ from shiftjax.device.pool import (
     write_blocks,
 )
 from shiftjax.host_tier.extents import EXTENT_SIZES
-from shiftjax.host_tier.store_device import Alike, Extents, Part, Row, Rows, piece, shards_of
+from shiftjax.host_tier.store_device import (
+    Alike,
+    Extents,
+    Part,
+    Row,
+    Rows,
+    piece,
+    shards_of,
+    units_piece,
+)
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
@@ -118,7 +128,25 @@ class HostTier:
         self._make_room(len(blocks))
         extent = self._ahead.pop(number, None)
         if extent is None:
-            extent = self._fetch(self._extents[number])
+            extent = self._fetch(number)
+        pools, done = self._scatters[len(blocks)](pools, extent, np.array(blocks, np.int32))
+        self._follow([done], len(blocks))
+        return pools
+
+    def restore_units(self, pools: FlatPools, restore: UnitRestore) -> FlatPools:
+        """Copy units of extents to device blocks of the (donated) pools and return them.
+
+        The host puts together what each device needs. Raises as `restore`.
+        """
+        units, blocks, size = restore
+        self._make_room(len(blocks))
+        numbers = dict.fromkeys(number for number, _ in units)
+        extent: Extent = []
+        for own in self._sets:
+            shards = {number: shards_of(self._parts_of(number, own)) for number in numbers}
+            make = partial(units_piece, units, shards, size, own.layers)
+            rest = itertools.repeat(own.num_rows), itertools.repeat(len(blocks))
+            extent.append(self._on_devices(own, list(COPIERS.map(make, own.held, *rest))))
         pools, done = self._scatters[len(blocks)](pools, extent, np.array(blocks, np.int32))
         self._follow([done], len(blocks))
         return pools
@@ -132,14 +160,15 @@ class HostTier:
         for number in numbers:
             if number not in self._ahead:
                 with suppress(KeyError, RuntimeError):
-                    self._ahead[number] = self._fetch(self._extents[number])
+                    self._ahead[number] = self._fetch(number)
 
-    def _fetch(self, parts: Sequence[Part]) -> Extent:
+    def _parts_of(self, number: int, own: _Set) -> list[Part]:
+        """What the stages of its writer have of an extent, of some entries. Raises KeyError."""
+        return [part for part in self._extents[number] if part.entries == own.alike]
+
+    def _fetch(self, number: int) -> Extent:
         """Start to copy an extent to the devices of this stage: its layers and rows."""
-        return [
-            self._fetch_alike(own, [part for part in parts if part.entries == own.alike])
-            for own in self._sets
-        ]
+        return [self._fetch_alike(own, self._parts_of(number, own)) for own in self._sets]
 
     def _fetch_alike(self, own: _Set, parts: Sequence[Part]) -> jax.Array:
         for part in parts:
@@ -148,7 +177,10 @@ class HostTier:
                 return jax.device_put(part.array, self._device)
         shards = shards_of(parts)
         made = COPIERS.map(lambda rows: piece(shards, own.layers, rows, own.num_rows), own.held)
-        pieces = list(made)
+        return self._on_devices(own, list(made))
+
+    def _on_devices(self, own: _Set, pieces: list[np.ndarray]) -> jax.Array:
+        """Start to copy what each device needs of a set of entries."""
         num, _, *size = pieces[0].shape
         shape = num, len(own.of_all.rows), *size
         make: Any = jax.make_array_from_single_device_arrays

@@ -5,20 +5,31 @@ Blocks travel, and are kept and given up, as extents: the blocks of one copy. An
     pinned   sequences that were swapped out need it, or the plan that is being made restores it
     idle     found by hash only; the least recently used one goes first when bytes are needed
 
-so used bytes are those of all extents; bytes are reserved for what will be swapped out. A block is
-found by how many tokens it has and their chained hash, whatever the layout of its writer: any group
-whose blocks have as many reads it. When the step that came with its copy has ended well an extent
-is proven, and found by other groups. Others are lost with the pools of their writer, because a copy
-of a failed step may never have been made.
+so used bytes are those of all extents; bytes are reserved for what will be swapped out.
+
+Units are found: as many tokens as are hashed at a time, of which a block has some whole number, by
+their chained hash and whatever the layout of their writer. Any group that hashes as many reads
+them, though its blocks have more or fewer. When the step that came with its copy has ended well an
+extent is proven, and found by other groups. Others are lost with the pools of their writer, because
+a copy of a failed step may never have been made.
 """
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, groupby
+from itertools import chain, count
 
 from shiftjax.core.blocks import CachedPrefix, block_tokens
-from shiftjax.core.tier import MOST_AHEAD, Extent, Offload, Place, Restore, Tier, TierMoves
+from shiftjax.core.tier import (
+    MOST_AHEAD,
+    Extent,
+    Offload,
+    Place,
+    Restore,
+    Tier,
+    TierMoves,
+    UnitRestore,
+)
 from shiftjax.host_tier.host_stats import HostStats
 
 EXTENT_SIZES = (32, 8, 1)  # blocks of a copy; one of a size is one program, one transfer
@@ -67,20 +78,23 @@ class HostMemory:
     def add(self, writer: "HostBlocks", contents: Sequence[CachedPrefix | None]) -> Extent:
         """A new pinned extent; idle ones go until it fits. Check `num_available_bytes` first.
 
-        Of two blocks with the same hash the first stays the one that is found.
+        Of two units with the same hash the first stays the one that is found.
         """
-        extent = Extent(next(self._numbers), writer, [None] * len(contents), num_pins=1)
+        num_bytes = len(contents) * writer.block_bytes
+        units = list(chain.from_iterable(map(writer.units_of, contents)))
+        extent = Extent(next(self._numbers), writer, [None] * len(units), num_bytes, num_pins=1)
         if extent.num_bytes > self.num_available_bytes:
             raise RuntimeError(f"{extent.num_bytes} bytes do not fit into the host tier.")
         while self.num_used_bytes + extent.num_bytes > self.num_bytes:
             self.drop(next(iter(self._idle)))
         self.extents.add(extent)
         self.num_used_bytes += extent.num_bytes
-        for row, content in enumerate(contents):
+        for number, content in enumerate(units):
             if content is not None:
-                place = self.index.setdefault(_key(writer, content), Place(extent, row))
-                if place == (extent, row):
-                    extent.contents[row] = content
+                key = writer.hash_size, content.block_hash
+                place = self.index.setdefault(key, Place(extent, number))
+                if place == (extent, number):
+                    extent.contents[number] = content
         return extent
 
     def pin(self, extent: Extent) -> None:
@@ -142,37 +156,36 @@ class HostMemory:
         if idle != self._idle.keys():
             raise RuntimeError("The host tier's idle extents are not those that nobody pins.")
         found = {
-            _key(extent.writer, content): (extent, row)
+            (extent.writer.hash_size, content.block_hash): (extent, number)
             for extent in self.extents
-            for row, content in enumerate(extent.contents)
+            for number, content in enumerate(extent.contents)
             if content is not None
         }
         if found != self.index:
             raise RuntimeError("The host tier's index does not agree with its extents.")
 
     def _forget(self, extent: Extent) -> None:
-        for row, content in enumerate(extent.contents):
+        for number, content in enumerate(extent.contents):
             if content is not None:
-                del self.index[_key(extent.writer, content)]
-                extent.contents[row] = None
-
-
-def _key(writer: Tier, content: CachedPrefix) -> tuple[int, bytes]:
-    return writer.block_size, content.block_hash
+                del self.index[extent.writer.hash_size, content.block_hash]
+                extent.contents[number] = None
 
 
 class HostBlocks(Tier):
-    """What one group has of the host tier. Groups of equal `block_size` find each other's blocks.
+    """What one group has of the host tier. Groups of equal `hash_size` find each other's blocks.
 
-    `block_bytes` are those of a block on all devices of the group. Copies are collected while a
-    plan is made; `finish` hands them over.
+    `block_bytes` are those of a block on all devices of the group; prefixes are hashed every
+    `hash_size` tokens (0: every block), a whole number of times a block. Copies are collected while
+    a plan is made; `finish` hands them over.
     """
 
-    def __init__(self, memory: HostMemory, block_size: int, block_bytes: int):
+    def __init__(self, memory: HostMemory, block_size: int, block_bytes: int, hash_size: int = 0):
         self.memory, self.block_size, self.block_bytes = memory, block_size, block_bytes
+        self.hash_size = hash_size or block_size
+        self._several = block_size // self.hash_size  # units of a block
         self.num_offloaded_blocks = self.num_restored_blocks = 0
         self._offloads: list[tuple[Extent, list[int]]] = []
-        self._restores: list[tuple[Extent, list[int]]] = []
+        self._restores: list[tuple[list[Extent], Restore | UnitRestore]] = []
         self._unproven: dict[int, Extent] = {}
         self.num_prefetches = self.num_prefetch_hits = 0  # extents
         self._ahead: set[int] = set()  # extents that the last plan has prefetched
@@ -200,43 +213,48 @@ class HostBlocks(Tier):
     def match(
         self, hashes: Sequence[bytes], token_ids: list[int], start: int, limit: int
     ) -> list[Place]:
-        """Where blocks `start`, `start + 1` ... of a sequence are, `limit` at most in all.
+        """Where the units of blocks `start`, `start + 1` ... are, `limit` blocks at most in all.
 
         The tokens are compared as well, so that a collision of hashes is a miss.
         """
         places: list[Place] = []
-        for number in range(start, min(limit, len(hashes))):
-            tokens = block_tokens(token_ids, number, self.block_size)
+        for number in range(start * self._several, min(limit * self._several, len(hashes))):
+            tokens = block_tokens(token_ids, number, self.hash_size)
             place = self.find(hashes[number], tokens)
             if place is None:
                 break
             places.append(place)
+        del places[len(places) - len(places) % self._several :]
         self._num_query_tokens += len(token_ids) - start * self.block_size
-        self._num_hit_tokens += len(places) * self.block_size
+        self._num_hit_tokens += len(places) * self.hash_size
         return places
 
     def find(self, block_hash: bytes, tokens: list[int]) -> Place | None:
-        """Where the block with this hash and these tokens is, if this group may read it."""
-        place = self.memory.index.get((self.block_size, block_hash))
+        """Where the unit with this hash and these tokens is, if this group may read it."""
+        place = self.memory.index.get((self.hash_size, block_hash))
         if place is None:
             return None
-        content = place.extent.contents[place.row]
+        content = place.extent.contents[place.unit]
         if content is None or content.tokens != tokens or not self._may_read(place.extent):
             return None
         return place
 
     def knows(self, block_hash: bytes) -> bool:
         """Whether a block is in the index; may be too hopeful."""
-        return (self.block_size, block_hash) in self.memory.index
+        return (self.hash_size, block_hash) in self.memory.index
 
     def extents_of(self, hashes: Iterable[bytes]) -> list[Extent]:
-        """The extents of the blocks that come first, until one is missing; may be too hopeful."""
+        """The extents of the units that come first, until one is missing; may be too hopeful.
+
+        What other groups' sizes of blocks make of an extent is put together at its restore.
+        """
         extents: dict[Extent, None] = {}
         for block_hash in hashes:
-            place = self.memory.index.get((self.block_size, block_hash))
+            place = self.memory.index.get((self.hash_size, block_hash))
             if place is None or not self._may_read(place.extent):
                 break
-            extents[place.extent] = None
+            if self._is_alike(place.extent):
+                extents[place.extent] = None
             if len(extents) == MOST_AHEAD:
                 break
         return list(extents)
@@ -250,31 +268,49 @@ class HostBlocks(Tier):
         shared with them.
         """
         shared = self._pinned_beginning(contents)
-        blocks, contents = blocks[len(shared) :], contents[len(shared) :]
+        num_shared = len(shared) // self._several
+        blocks, contents = blocks[num_shared:], contents[num_shared:]
         if len(blocks) * self.block_bytes > self.memory.num_available_bytes:
             return None
         for extent in {place.extent: None for place in shared}:
             self.memory.pin(extent)
         extents = self._offload(blocks, contents)
         return shared + [
-            Place(extent, row) for extent in extents for row in range(len(extent.contents))
+            Place(extent, unit) for extent in extents for unit in range(len(extent.contents))
+        ]
+
+    def units_of(self, content: CachedPrefix | None) -> list[CachedPrefix | None]:
+        """Return what the units of a block with these contents are found by; None: by nothing."""
+        if content is None:
+            return [None] * self._several
+        hashes = content.hashes or (content.block_hash,)
+        if len(hashes) != self._several:
+            raise ValueError(f"A block of {self._several} units has {len(hashes)} hashes.")
+        return [
+            CachedPrefix(each, block_tokens(content.tokens, number, self.hash_size))
+            for number, each in enumerate(hashes)
         ]
 
     def _pinned_beginning(self, contents: Sequence[CachedPrefix | None]) -> list[Place]:
-        """Where the first of these blocks are, as far as others keep them there anyway."""
+        """Where the units of the first blocks are, as far as others keep them there anyway."""
         places: list[Place] = []
-        for content in contents:
-            place = content and self.memory.index.get((self.block_size, content.block_hash))
-            if not content or not place or not place.extent.num_pins:
+        for unit in chain.from_iterable(map(self.units_of, contents)):
+            place = unit and self.memory.index.get((self.hash_size, unit.block_hash))
+            if not unit or not place or not place.extent.num_pins:
                 break
-            if place.extent.contents[place.row] != content or not self._may_read(place.extent):
+            if place.extent.contents[place.unit] != unit or not self._may_read(place.extent):
                 break
             places.append(place)
-        return places
+        return places[: len(places) - len(places) % self._several]
 
     def _may_read(self, extent: Extent) -> bool:
         """Whether the copy was made, or is made before any that this group makes."""
         return extent.is_proven or extent.writer is self
+
+    def _is_alike(self, extent: Extent) -> bool:
+        """Whether its blocks have as many tokens as those of this group."""
+        writer = extent.writer
+        return isinstance(writer, HostBlocks) and writer.block_size == self.block_size
 
     def save(self, evicted: Sequence[tuple[int, CachedPrefix]]) -> None:
         """Offload blocks that the device's prefix cache gives up, in the order in which it does.
@@ -283,26 +319,54 @@ class HostBlocks(Tier):
         """
         index, new = self.memory.index, []
         for block, content in evicted:
-            place = index.get((self.block_size, content.block_hash))
-            if place is None:
+            hashes = content.hashes or (content.block_hash,)
+            places = [index.get((self.hash_size, each)) for each in hashes]
+            for place in places:
+                if place is not None:
+                    self.memory.touch(place.extent)
+            if None in places:
                 new.append((block, content))
-            else:
-                self.memory.touch(place.extent)
         room = self.memory.num_available_bytes // self.block_bytes
         new = new[max(0, len(new) - room) :]
         for extent in self._offload([block for block, _ in new], [content for _, content in new]):
             self.memory.unpin(extent)
 
     def restore(self, places: Sequence[Place], blocks: Sequence[int]) -> None:
-        """Copy blocks on the host to device blocks; their extents stay until the plan is made."""
-        pairs = zip(places, blocks, strict=True)
-        for extent, some in groupby(pairs, key=lambda pair: pair[0].extent):
-            targets = [NULL_BLOCK] * len(extent.contents)
-            for place, block in some:
-                targets[place.row] = block
-            self.memory.pin(extent)
-            self._restores.append((extent, targets))
-        self.num_restored_blocks += len(places)
+        """Copy units on the host to device blocks; their extents stay until the plan is made.
+
+        A block whose units lie as in a block of an extent is copied as it is, with its neighbours.
+        Others are put together of units.
+        """
+        several = self._several
+        together: list[tuple[int, list[Place]]] = []
+        last, targets = None, list[int]()  # the extent that blocks come from, and where they go
+        for number, block in enumerate(blocks):
+            units = list(places[number * several : (number + 1) * several])
+            extent, first = units[0]
+            if not self._is_alike(extent) or not is_whole(units, several):
+                together.append((block, units))
+                last = None
+                continue
+            self._restore_together(together)
+            if extent is not last:
+                self.memory.pin(extent)
+                last, targets = extent, [NULL_BLOCK] * (len(extent.contents) // several)
+                self._restores.append(([extent], Restore(extent.number, targets)))
+            targets[first // several] = block
+        self._restore_together(together)
+        self.num_restored_blocks += len(blocks)
+
+    def _restore_together(self, parts: list[tuple[int, list[Place]]]) -> None:
+        """Restore blocks that are put together of units, and empty the list of them."""
+        for size in extent_sizes(len(parts)):
+            some, parts[:size] = parts[:size], []
+            places = [place for _, units in some for place in units]
+            extents = list({place.extent: None for place in places})
+            for extent in extents:
+                self.memory.pin(extent)
+            units = [(place.extent.number, place.unit) for place in places]
+            blocks = [block for block, _ in some]
+            self._restores.append((extents, UnitRestore(units, blocks, self.hash_size)))
 
     def release(self, places: Iterable[Place]) -> None:
         """A sequence needs what it has swapped out no more."""
@@ -317,26 +381,31 @@ class HostBlocks(Tier):
         memory = self.memory
         if is_planned:  # what this plan restores goes with a later one at the earliest
             memory.given, memory.dropped = memory.given + memory.dropped, []
-        for extent, _ in reversed(self._restores):  # so that a beginning outlives what follows it
-            memory.unpin(extent)
+        for extents, _ in reversed(self._restores):  # so that a beginning outlives what follows it
+            for extent in reversed(extents):
+                memory.unpin(extent)
         offloads, restores = self._offloads, self._restores
         self._offloads, self._restores = [], []
         if not is_planned:
             for extent, _ in offloads:
                 memory.drop(extent)
-            return TierMoves([], [], [], [])
+            return TierMoves([], [], [], [], [])
         self._unproven |= {extent.number: extent for extent, _ in offloads}
         self.num_offloaded_blocks += sum(len(blocks) for _, blocks in offloads)
-        self.num_prefetch_hits += len({extent.number for extent, _ in restores} & self._ahead)
+        whole = [each for _, each in restores if isinstance(each, Restore)]
+        self.num_prefetch_hits += len({each.extent for each in whole} & self._ahead)
         return TierMoves(
             memory.given,
             [Offload(extent.number, blocks) for extent, blocks in offloads],
-            [Restore(extent.number, blocks) for extent, blocks in restores],
+            whole,
             self._prefetch(wanted),
+            [each for _, each in restores if isinstance(each, UnitRestore)],
         )
 
     def _prefetch(self, wanted: Iterable[Extent]) -> list[int]:
-        here = dict.fromkeys(each.number for each in wanted if each in self.memory.extents)
+        extents = self.memory.extents
+        alike = (each for each in wanted if each in extents and self._is_alike(each))
+        here = dict.fromkeys(each.number for each in alike)
         prefetches = list(here)[:MOST_AHEAD]
         self.num_prefetches += len(set(prefetches) - self._ahead)
         self._ahead = set(prefetches)
@@ -361,8 +430,9 @@ class HostBlocks(Tier):
 
         So are `suspects`, the numbers of those that a failed step has read.
         """
-        for extent, _ in self._restores:
-            self.memory.unpin(extent)
+        for extents, _ in self._restores:
+            for extent in extents:
+                self.memory.unpin(extent)
         for extent in list(self.memory.extents):
             is_written = extent.is_proven or extent.writer is not self
             if not is_written or extent.number in suspects:
@@ -403,6 +473,16 @@ class HostBlocks(Tier):
             extents.append(extent)
             start += size
         return extents
+
+
+def is_whole(units: Sequence[Place], several: int) -> bool:
+    """Return whether units are all that one block of an extent has, in their order."""
+    extent, first = units[0]
+    return (
+        first % several == 0
+        and len(units) == several
+        and all(each == (extent, first + number) for number, each in enumerate(units))
+    )
 
 
 def extent_sizes(num_blocks: int) -> Iterator[int]:

@@ -14,9 +14,12 @@ tokens of a row; of keys and values these are heads:
 
 Where devices split positions (`parallel/positions.py`) a row has one run of each block. Runs of two
 layouts share one range of tokens in a block, or none, and that is copied, of all blocks at once.
+
+Groups of a fleet have blocks of several sizes. What one reads of another is put together of units,
+the tokens that are hashed at a time (`units_piece`): each lies in one block of its writer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -80,6 +83,11 @@ class Shard(NamedTuple):
         start, num = layers.start - self.layers.start, self.num_entries
         return self.values[num * start : num * (start + len(layers))]
 
+    def of_blocks(self, begin: int, end: int) -> "Shard":
+        """The same of some of its blocks; a view."""
+        size = self.held.positions.block
+        return self._replace(values=self.values[:, :, begin * size : end * size])
+
     def blocks_of(self, layers: range, place: int) -> np.ndarray:
         """Its row at a place, by blocks: `[layers * entries, blocks, tokens, width]`."""
         values = self.of_layers(layers)[:, place]
@@ -137,6 +145,51 @@ def piece(shards: Sequence[Shard], layers: range, wanted: Rows, num_rows: int) -
         lacks = [(layers[layer], *rows[place]) for layer, place in places]
         raise KeyError(f"The host has not all of an extent: layers, rows and runs {lacks}.")
     return made.reshape(*shape[:2], -1, width)
+
+
+def units_piece(
+    units: Sequence[tuple[int, int]],
+    shards: Mapping[int, Sequence[Shard]],
+    unit_tokens: int,
+    layers: range,
+    wanted: Rows,
+    num_rows: int,
+    num_blocks: int,
+) -> np.ndarray:
+    """What a device needs of units, `(extent, unit)`: `[layers * entries, rows, tokens, width]`.
+
+    They are one after the other the tokens of so many blocks of this device's group; those that the
+    last one lacks are zeros. `shards` are those of each extent. Raises KeyError as `piece` does.
+    """
+    rows, positions = wanted
+    whole_rows = tuple(Row(row.number) for row in rows)
+    parts: list[np.ndarray] = []
+    for number, first, count in _runs(units):
+        stripe = shards[number][0].held.positions.stripe
+        several = stripe // unit_tokens
+        begin, end = first // several, -(-(first + count) // several)
+        some = [shard.of_blocks(begin, end) for shard in shards[number]]
+        whole = piece(some, layers, Rows(whole_rows, Positions(1, stripe)), num_rows)
+        start = (first - begin * several) * unit_tokens
+        parts.append(whole[:, :, start : start + count * unit_tokens])
+    num, _, _, width = parts[0].shape
+    missing = num_blocks * positions.stripe - sum(part.shape[2] for part in parts)
+    parts.append(np.zeros((num, len(rows), missing, width), parts[0].dtype))
+    tokens = np.concatenate(parts, axis=2)
+    by_run = tokens.reshape(num, len(rows), num_blocks, positions.ways, positions.block, width)
+    own = [by_run[:, place, :, row.run] for place, row in enumerate(rows)]
+    return np.stack(own, axis=1).reshape(num, len(rows), -1, width)
+
+
+def _runs(units: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return units that lie one after the other in an extent: its number, the first, how many."""
+    found: list[tuple[int, int, int]] = []
+    for number, unit in units:
+        if found and (number, unit) == (found[-1][0], sum(found[-1][1:])):
+            found[-1] = number, found[-1][1], found[-1][2] + 1
+        else:
+            found.append((number, unit, 1))
+    return found
 
 
 def _common_tokens(

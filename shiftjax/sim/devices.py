@@ -183,7 +183,7 @@ class CostRunner:
         self._prepared_at, there = self.link.move(plan, stage, begin, idle_at)
         if not self._own_host:
             self.clock.now = self._prepared_at
-        if plan.restores and not stage:
+        if plan.read_extents and not stage:
             self.waited_seconds += max(0.0, there - max(begin, idle_at))
         return there
 

@@ -144,6 +144,14 @@ class EchoRunner:
             for block, contents in zip(blocks, found, strict=True):
                 if block:
                     self.put_block(block, contents)
+        for units, blocks, size in plan.unit_restores:
+            tokens = [self.unit(number, unit, size) for number, unit in units]
+            lacks = len(blocks) * self.block_size - len(tokens) * size
+            tokens += [np.full_like(tokens[0], NO_TOKEN)] * (lacks // size)
+            joined = np.concatenate(tokens, axis=-1)
+            for number, block in enumerate(blocks):
+                start = number * self.block_size
+                self.put_block(block, joined[..., start : start + self.block_size])
         self.ahead = {extent: self.host[extent] for extent in plan.prefetches}
         contexts = [self._context(item, previous) for item in plan.scheduled]
         for item, context in zip(plan.scheduled, contexts, strict=True):
@@ -168,6 +176,12 @@ class EchoRunner:
             if item.previous_row >= 0:
                 assert previous is not None and previous.token_ids is tokens, "not the step before"
                 assert rows[item.previous_row] is item.sequence, "another sequence's token"
+
+    def unit(self, extent: int, number: int, size: int) -> np.ndarray:
+        """Return some of the tokens of an extent, `size` that begin a multiple of it."""
+        blocks = self.host[extent]
+        block, start = divmod(number * size, blocks[0].shape[-1])
+        return blocks[block][..., start : start + size]
 
     def write(self, block: int, offset: int, token: int) -> None:
         """Keep what would be the keys and values of a token."""

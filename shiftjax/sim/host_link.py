@@ -91,6 +91,12 @@ class HostLink:
             done = self._fetch(line, stage, extent, len(blocks), now) if done is None else done
             line.add(done, len(blocks))
             there = max(there, done)
+        for units, blocks, _ in plan.unit_restores:
+            now = line.room_at(now, len(blocks), self._most)
+            here = max(stored.there_at[extent] for extent, _ in units)
+            done = self._receive(line, stage, len(blocks), max(now, here))
+            line.add(done, len(blocks))
+            there = max(there, done)
         line.ahead = {
             extent: line.ahead[extent]
             if extent in line.ahead
@@ -101,8 +107,12 @@ class HostLink:
 
     def _fetch(self, line: _Line, stage: int, extent: int, num_blocks: int, now: float) -> float:
         """When an extent will be on the devices."""
-        begin = max(now, line.in_until, self._stored.there_at[extent])
-        line.in_until = begin + self._seconds(self._machine.from_host, stage, num_blocks)
+        return self._receive(line, stage, num_blocks, max(now, self._stored.there_at[extent]))
+
+    def _receive(self, line: _Line, stage: int, num_blocks: int, begin: float) -> float:
+        """When so many blocks will be on the devices, if they may start to travel at `begin`."""
+        seconds = self._seconds(self._machine.from_host, stage, num_blocks)
+        line.in_until = max(begin, line.in_until) + seconds
         return line.in_until
 
     def _seconds(self, ways: tuple[Transfer, ...], stage: int, num_blocks: int) -> float:

@@ -124,3 +124,27 @@ def test_prefixes_fill_half_of_what_is_free_the_last_used_first(num_blocks):
     # In the small pool new blocks are where some of the prefixes were.
     assert (first, second) == (24, 24) if num_blocks == 44 else first >= 16
     assert_quiescent(engine)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize(("first", "second"), [(1, 4), (4, 1), (2, 4), (2, 1)])
+def test_what_one_width_left_on_the_host_any_other_reads(first, second, by_position):
+    options = {"num_blocks": 24, "num_host_blocks": 400, "by_position": by_position}
+    engine, listener = fleet_of(**options), Listener()
+    fleet = engine.topology.find(Fleet)
+    bind(engine, first, 0.0)
+    readers = [lane for lane in fleet.lanes.values() if lane.group.width == second]
+    # The blocks of the one prompt make room for those of others, which are as long.
+    requests = [ask(engine, "0", PROMPT, listener)]
+    while readers[0].scheduler.tables.num_known_tokens(requests[0], []) < 32:
+        number = len(requests)
+        requests.append(ask(engine, str(number), [number % 13] * 33, listener))
+    now = len(requests)
+    bind(engine, second, float(now))
+    before, _ = hits(engine)
+    requests.append(ask(engine, str(now), PROMPT, listener))
+    after, _ = hits(engine)
+    units = sum(len(plan.unit_restores) for lane in readers for plan in lane.runner.plans)
+    assert units > 0 and after - before == 32
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)

@@ -21,6 +21,7 @@ from spent import examples
 from traffic_kit import FAST, Client, check_tokens, play
 
 from shiftjax.core.blocks import CachedPrefix
+from shiftjax.core.tier import Restore, UnitRestore
 from shiftjax.core.topology import Topology
 from shiftjax.host_tier.extents import HostBlocks, HostMemory, extent_sizes
 from shiftjax.host_tier.host_stats import HostStats
@@ -192,7 +193,7 @@ def test_a_swapped_sequence_keeps_its_bytes_whatever_else_needs_them():
 def test_what_no_step_copies_is_not_there():
     host = blocks_of(8)
     host.swap_out([1], [prefix(1)])
-    assert host.finish(is_planned=False) == ([], [], [], [])
+    assert not any(host.finish(is_planned=False))
     assert not host.memory.index and host.memory.num_used_bytes == 0
 
 
@@ -246,3 +247,61 @@ def test_a_beginning_is_shared_with_who_keeps_it_when_its_copy_is_sure():
     assert host.memory.num_used_bytes == 20  # found by hash; nobody needs it, so nobody shares it
     again = other.swap_out([7, 8], beginning)
     assert again[0].extent is not first[0].extent
+
+
+def whole(*numbers: int) -> CachedPrefix:
+    """A block of several units, as a wide group has it."""
+    units = [prefix(number) for number in numbers]
+    tokens = [token for unit in units for token in unit.tokens]
+    hashes = [unit.block_hash for unit in units]
+    return CachedPrefix(hashes[-1], tokens, hashes=hashes)
+
+
+def test_groups_whose_blocks_differ_in_size_read_each_others_units():
+    narrow = blocks_of(64)
+    wide = HostBlocks(narrow.memory, 16, 40, hash_size=4)
+    hashes = [prefix(number).block_hash for number in range(12)]
+    tokens = [token for number in range(12) for token in prefix(number).tokens]
+    wide.save([(5, whole(0, 1, 2, 3))])
+    narrow.save([(20 + number, prefix(number)) for number in range(2, 12)])
+    for host in (wide, narrow):
+        host.prove(host.finish(is_planned=True).offloads)
+    assert narrow.memory.num_used_bytes == 40 + 80  # units 2 and 3 were there
+    found = wide.match(hashes, tokens, 0, 3)
+    assert [place.unit for place in found] == [0, 1, 2, 3, *range(8)]
+    assert wide.match(hashes[:11], tokens, 0, 3) == found[:8]  # no whole block follows
+    assert wide.extents_of(hashes) == [found[0].extent]  # the other one is put together
+    wide.restore(found, [7, 8, 9])
+    moves = wide.finish(is_planned=True, wanted=[found[4].extent])
+    first, second = found[0].extent.number, found[4].extent.number
+    assert moves.restores == [Restore(first, [7])] and moves.prefetches == []
+    assert moves.unit_restores == [
+        UnitRestore([(second, n + 4 * block) for n in range(4)], [8 + block], 4)
+        for block in range(2)
+    ]
+    found = narrow.match(hashes, tokens, 1, 9)
+    narrow.restore(found, list(range(1, 9)))
+    moves = narrow.finish(is_planned=True)
+    assert moves.unit_restores == [UnitRestore([(first, n)], [n], 4) for n in (1, 2, 3)]
+    assert moves.restores == [Restore(second, [4, 5, 6, 7, 8, 0, 0, 0])]
+    narrow.memory.check()
+
+
+def test_what_a_sequence_has_swapped_out_is_put_together_for_any_size_of_blocks():
+    wide = HostBlocks(HostMemory(1000), 16, 40, hash_size=4)
+    narrow = HostBlocks(wide.memory, 4, 10)
+    places = wide.swap_out([3, 4], [whole(0, 1, 2, 3), None])  # 22 tokens are computed
+    moves = wide.finish(is_planned=True)
+    wide.prove(moves.offloads)
+    narrow.restore(places, list(range(1, 7)))
+    first, second = moves.offloads
+    units = [(first.extent, n) for n in range(4)] + [(second.extent, n) for n in range(2)]
+    found = narrow.finish(is_planned=True).unit_restores
+    assert found == [UnitRestore([unit], [n], 4) for n, unit in enumerate(units, 1)]
+    narrow.release(places)
+    places = narrow.swap_out(list(range(1, 7)), [prefix(20 + n) for n in range(6)])
+    narrow.prove(narrow.finish(is_planned=True).offloads)
+    wide.restore(places, [8, 9])
+    units = [(place.extent.number, 0) for place in places]
+    found = wide.finish(is_planned=True).unit_restores
+    assert found == [UnitRestore(units[:4], [8], 4), UnitRestore(units[4:], [9], 4)]

@@ -14,12 +14,13 @@ from jax.sharding import Mesh
 
 from shiftjax.arch.config import stages_of
 from shiftjax.arch.presets import PRESETS
+from shiftjax.core.tier import UnitRestore
 from shiftjax.device import pool
 from shiftjax.device.mesh import make_mesh, named, pool_spec
 from shiftjax.device.pool import FlatPools, PoolOptions, abstract_pools
 from shiftjax.host_tier import copies_device as host_tier
 from shiftjax.host_tier.copies_device import HostTier
-from shiftjax.host_tier.store_device import Extents, Row, Rows, Shard, piece
+from shiftjax.host_tier.store_device import Extents, Row, Rows, Shard, piece, units_piece
 from shiftjax.parallel.layout import Layout
 from shiftjax.parallel.positions import Positions
 
@@ -200,3 +201,124 @@ def test_any_split_of_positions_reads_any_other(theirs, ours, blocks, seed):
             piece(lacks, range(4, 6), Rows((lost,), ours), 2)
     with pytest.raises(ValueError, match="Blocks of an extent have 24 tokens, not 48"):
         piece(shards, range(4, 6), Rows((Row(0),), Positions(2, STRIPE)), 2)
+
+
+UNIT = 4  # tokens
+
+
+def splits_of(stripe: int) -> list[Positions]:
+    """As units, and what they split into, have them."""
+    ways = [2**n for n in range(4) if stripe % 2**n == 0]
+    return [Positions(each, stripe // each, each // over) for each in ways for over in (1, each)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_units_are_read_by_groups_whose_blocks_have_any_size(data):
+    """Against the definition: what tokens of which head are where."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 1 << 30)))
+    sizes = data.draw(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=3))
+    shards, wholes = {}, []  # by extent; units of each, `[6, 2 heads, UNIT, 3]`
+    for number, several in enumerate(sizes):
+        theirs = data.draw(st.sampled_from(splits_of(several * UNIT)))
+        num_blocks = data.draw(st.integers(1, 3))
+        whole = rng.normal(size=(6, 2, num_blocks, theirs.ways, theirs.block, 3))
+        held = [Row(head, run) for head in range(2) for run in range(theirs.ways)]
+        shards[number] = [
+            Shard(
+                whole[:, row.number, :, row.run].reshape(6, 1, -1, 3),
+                range(3, 6),
+                Rows((row,), theirs),
+            )
+            for row in (held[i] for i in rng.permutation(len(held)))
+        ]
+        tokens = whole.reshape(6, 2, -1, UNIT, 3)
+        wholes += [((number, n), tokens[:, :, n]) for n in range(num_blocks * several)]
+    start = data.draw(st.integers(0, len(wholes) - 1))
+    some = wholes[start:] + wholes[: data.draw(st.integers(0, start))]
+    several = data.draw(st.sampled_from([1, 2, 4]))
+    ours = data.draw(st.sampled_from(splits_of(several * UNIT)))
+    num_blocks = -(-len(some) // several)
+    expected = np.zeros((6, 2, num_blocks * several * UNIT, 3))
+    expected[:, :, : len(some) * UNIT] = np.concatenate([each for _, each in some], axis=2)
+    by_run = expected.reshape(6, 2, num_blocks, ours.ways, ours.block, 3)
+    for run in range(ours.ways):
+        rows = Rows((Row(1, run), Row(0, run)), ours)
+        got = units_piece(
+            [unit for unit, _ in some], shards, UNIT, range(4, 6), rows, 2, num_blocks
+        )
+        want = by_run[2:, ::-1, :, run].reshape(4, 2, -1, 3)
+        np.testing.assert_array_equal(got, want)
+
+
+class Width(NamedTuple):
+    """The groups of a fleet of one width, as one of them is."""
+
+    mesh: Mesh
+    layout: Layout
+    size: int  # tokens of a block
+    tier: HostTier
+
+    def held(self, tokens: np.ndarray) -> np.ndarray:
+        """Of `[layers, 2, heads, tokens, dim]` the blocks of each device, `[devices, ...]`."""
+        positions = self.layout.positions(self.size) or Positions(1, self.size)
+        blocks = tokens.reshape(*tokens.shape[:3], -1, self.size, HEAD_DIM).swapaxes(2, 3)
+        owners = positions.owner(np.arange(self.size))
+        return np.stack(
+            [
+                blocks[:, :, :, self.layout.kv_heads_of(place)][
+                    ..., owners == place % positions.ways, :
+                ].reshape(*blocks.shape[:3], -1)
+                for place in range(self.layout.num_devices)
+            ]
+        )
+
+    def pools(self, tokens: np.ndarray) -> FlatPools:
+        """Of these tokens, in the blocks from 1 on; all else is untouched."""
+        held = self.held(tokens)
+        rows = np.full((*held.shape[:3], NUM_BLOCKS, held.shape[-1]), UNTOUCHED, np.float32)
+        rows[:, :, :, 1 : 1 + held.shape[3]] = held
+        flat = rows.transpose(1, 2, 3, 0, 4).reshape(2, 2, NUM_BLOCKS, -1)
+        place = named(self.mesh, pool_spec())
+        own = abstract_pools(self.mesh, self.layout, NUM_BLOCKS, self.size, POOL.dtype)
+        ends = np.cumsum([k.shape[0] // NUM_BLOCKS for k, _ in own])
+        return [
+            tuple(jax.device_put(each[:, i].reshape(k.shape), place) for i in range(2))
+            for each, (k, _) in zip(np.split(flat, ends[:-1]), own, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_groups_of_a_fleet_read_what_other_widths_have_written(by_position):
+    """On devices, from and to every width: units of a extent, whose last block is not full."""
+    model = replace(PRESETS["tiny"], num_layers=2, head_dim=HEAD_DIM, num_heads=8, num_kv_heads=2)
+    extents: Extents = {}
+    widths: list[Width] = []
+    for width in (1, 2, 4):
+        layout = Layout(model, width, 1, widest=4, by_position=by_position)
+        mesh, size = make_mesh(jax.devices()[width:], width, 1), layout.block_tokens(UNIT)
+        pool = PoolOptions(NUM_BLOCKS, size, 4, np.dtype(np.float32))
+        widths.append(Width(mesh, layout, size, HostTier(mesh, layout, pool, extents)))
+    assert [each.size for each in widths] == [4, 8, 16 if by_position else 8]
+    given = np.random.default_rng(1).normal(size=(2, 2, 2, 64, HEAD_DIM)).astype(np.float32)
+    for number, writer in enumerate(widths):
+        source = writer.pools(given[:, :, :, : SIZE * writer.size])
+        writer.tier.offload(source, number, range(1, 1 + SIZE))
+        for reader in widths:
+            num_units = min(SIZE * writer.size, SIZE * reader.size) // UNIT - 1
+            units = [(number, 1 + n) for n in range(num_units)]
+            num_blocks = -(-num_units * UNIT // reader.size)
+            targets = [*range(1, 1 + num_blocks)] + [0] * (SIZE - num_blocks)
+            wanted = np.zeros((2, 2, 2, num_blocks * reader.size, HEAD_DIM), np.float32)
+            part = given[:, :, :, UNIT : (1 + num_units) * UNIT]
+            wanted[:, :, :, : num_units * UNIT] = part
+            whole = reader.pools(wanted)
+            empty = jax.tree.map(
+                lambda each: jax.device_put(np.full_like(each, UNTOUCHED), each.sharding), whole
+            )
+            restore = UnitRestore(units, targets, UNIT)
+            got = jax.tree.leaves(reader.tier.restore_units(empty, restore))
+            for pair in zip(got, jax.tree.leaves(whole), strict=True):
+                arrays = (np.asarray(each).reshape(-1, NUM_BLOCKS, each.shape[-1]) for each in pair)
+                have, expected = (each[:, 1:] for each in arrays)  # without the null block
+                np.testing.assert_array_equal(have, expected)
