@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shiftjax.core.lane import Lane, load_of
+from shiftjax.core.lane import Lane, least_loaded
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request, SequenceState
 from shiftjax.core.topology import Topology
@@ -185,7 +185,7 @@ class Fleet(Topology):
         for pending in self._pending:
             if pending.kind == "soft" and pending.change.wide.width >= width:
                 able += self._idle_sources(pending, request)
-        return min(able, key=load_of) if able else None
+        return least_loaded(able, request) if able else None
 
     def _idle_sources(self, pending: _Pending, request: Request) -> list[Lane]:
         """Groups with nothing left to do, where what waits for the wide one can already run."""
@@ -288,8 +288,7 @@ class Fleet(Topology):
         self._resume(targets, now)
         self._below.pop(change.wide, None)
         handover = hand_over(sources, targets, change)
-        if change.is_bind:
-            self.stats.num_adopted_blocks += adopt(sources, targets[0], change, handover)
+        self.stats.num_adopted_blocks += adopt(sources, targets, change, handover)
         for lane in sources:
             lane.state = "idle"
         return handover

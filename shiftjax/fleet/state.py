@@ -107,7 +107,7 @@ def metrics(fleet: FleetState | None) -> Iterator[Metric]:
     yield counter("kv_moved_bytes", "Keys and values moved.", moved, "direction")
     text = "KV blocks copied to make room."
     yield counter("kv_compacted_blocks", text, stats.num_compacted_blocks)
-    text = "Blocks of bound groups with prefixes that narrower ones had cached."
+    text = "Blocks with cached prefixes that changes of groups moved along."
     yield counter("prefix_blocks_adopted", text, stats.num_adopted_blocks)
     text = "Seconds that groups paused, of pauses that have ended."
     yield counter("paused_seconds", text, stats.paused_seconds)

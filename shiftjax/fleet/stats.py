@@ -32,7 +32,7 @@ class FleetStats:
     moved_blocks: Counter[str] = field(default_factory=Counter)  # bind, release; narrow blocks
     moved_bytes: Counter[str] = field(default_factory=Counter)  # the same, on all devices
     num_compacted_blocks: int = 0
-    num_adopted_blocks: int = 0  # of wide groups, with prefixes that narrow ones had kept
+    num_adopted_blocks: int = 0  # of new groups, with prefixes that those before had kept
     # of the host, in a change
     move_seconds: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS))
     paused_seconds: float = 0.0  # of groups, added up

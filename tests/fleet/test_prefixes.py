@@ -148,3 +148,113 @@ def test_what_one_width_left_on_the_host_any_other_reads(first, second, by_posit
     assert units > 0 and after - before == 32
     assert_as_alone(engine, requests, listener)
     assert_quiescent(engine)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_prefix_that_was_found_again_is_found_where_a_release_has_moved_it(width, by_position):
+    engine, listener = fleet_of(by_position=by_position), Listener()
+    fleet = engine.topology.find(Fleet)
+    bind(engine, 4, 0.0)
+    other = [12 - token for token in PROMPT]
+    requests = [
+        ask(engine, str(n), [*prompt, n], listener)
+        for n, prompt in enumerate((PROMPT, PROMPT, other, other))
+    ]
+    bind(engine, width, 4.0)
+    narrow_size = next(
+        lane.scheduler.config.block_size
+        for lane in fleet.lanes.values()
+        if lane.group.width == width
+    )
+    assert fleet.stats.num_adopted_blocks == 2 * 32 // narrow_size
+    found = [hits(engine)[0]]
+    for number, prompt in enumerate((PROMPT, other)):
+        # Both at once: each goes where its prefix is, and the two prefixes were spread.
+        request = make_request(str(number + 5), [*prompt, 9], 5.0, max_tokens=3, ignore_eos=True)
+        engine.add_request(request)
+        requests.append(request)
+    while engine.has_work():
+        listener.hear(engine.step(5.0))
+        engine.check()
+    found.append(hits(engine)[0])
+    assert found[1] - found[0] == 64 and hits(engine)[1] == 0
+    used = [lane for lane in fleet.lanes.values() if lane.state == "open" and lane.runner.plans]
+    assert len(used) == 2
+    bind(engine, 4, 6.0)  # where the wide group has them still, or has them again
+    for prompt in (PROMPT, other):
+        requests.append(ask(engine, str(len(requests) + 5), [*prompt, 1], listener))
+    assert hits(engine)[0] - found[1] == 64
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)
+
+
+def test_a_prefix_goes_where_a_release_takes_a_sequence_that_has_it():
+    engine, listener = fleet_of(), Listener()
+    bind(engine, 4, 0.0)
+    requests = [ask(engine, str(n), [*PROMPT, n], listener) for n in range(2)]
+    requests.append(make_request("2", [*PROMPT, 7], 2.0, max_tokens=12, ignore_eos=True))
+    engine.add_request(requests[-1])
+    for _ in range(3):
+        listener.hear(engine.step(2.0))
+    fleet = engine.topology.find(Fleet)
+    bind(engine, 1, 3.0)
+    assert fleet.stats.num_moved_sequences == 1
+    assert fleet.stats.num_adopted_blocks == 0  # it is there with the sequence
+    before, _ = hits(engine)
+    requests.append(make_request("3", [*PROMPT, 8], 3.0, max_tokens=2, ignore_eos=True))
+    engine.add_request(requests[-1])
+    while engine.has_work():
+        listener.hear(engine.step(4.0))
+        engine.check()
+    assert hits(engine)[0] - before == 32
+    (used,) = (lane for lane in fleet.lanes.values() if lane.state == "open" and lane.runner.plans)
+    assert len(used.runner.plans) > 2
+    assert_quiescent(engine)
+
+
+def test_the_chain_of_a_prefix_outlives_a_release_and_a_bind():
+    """From the wide group to a narrow one, which alone has it then, and to another wide one."""
+    engine, listener = fleet_of(), Listener()
+    bind(engine, 4, 0.0)
+    requests = [ask(engine, str(n), [*PROMPT, n], listener) for n in range(2)]
+    bind(engine, 1, 2.0)
+    requests.append(ask(engine, "3", [*PROMPT, 3], listener))
+    bind(engine, 2, 4.0)
+    before, _ = hits(engine)
+    requests.append(ask(engine, "5", [*PROMPT, 5], listener))
+    assert hits(engine)[0] - before == 32
+    for lane in engine.topology.find(Fleet).lanes.values():
+        known = lane.scheduler.tables.device.shown()
+        first = [each for each in known if each.parent is None]
+        assert len(first) == bool(known)
+        assert {each.parent for each in known} - {None} <= {each.block_hash for each in known}
+    assert_as_alone(engine, requests, listener)
+
+
+def test_what_was_swapped_out_goes_on_in_any_group():
+    policy = {"preemption": "swap", "num_host_blocks": 100, "prefix_caching": False}
+    engine, listener = fleet_of(num_blocks=30, watermark=0.0, **policy), Listener()
+    fleet = engine.topology.find(Fleet)
+    (first, *_) = (lane for group, lane in fleet.lanes.items() if group == Group(0, 1))
+    requests = [
+        make_request(str(n), PROMPT[:20], 0.0, max_tokens=25, ignore_eos=True) for n in range(8)
+    ]
+    for request in requests:
+        engine.add_request(request)
+    while not any(each.places for each in first.scheduler.waiting):
+        listener.hear(engine.step(0.0))
+    swapped = next(each for each in first.scheduler.waiting if each.places)
+    listener.hear(engine.settle(0.5))
+    num_computed = swapped.num_computed_tokens
+    fleet.policy.wishes = [Wish(equal_groups(UNITS, 4), "told", "move")]
+    fleet.turn(lambda _: [], 0, 0, 1.0)
+    assert len(fleet.arrangement) == 1
+    assert swapped.num_computed_tokens >= num_computed > 20
+    while engine.has_work():
+        listener.hear(engine.step(2.0))
+        engine.check()
+    (wide,) = (lane for group, lane in fleet.lanes.items() if group == Group(0, 4))
+    assert wide.scheduler.tables.tier.num_restored_blocks > 0
+    assert_as_alone(engine, requests, listener)
+    assert_quiescent(engine)

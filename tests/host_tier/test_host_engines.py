@@ -2,14 +2,18 @@
 
 import numpy as np
 import pytest
+from echo_pools import Told
 from engines import checkpoint, make, run, tokens
 from oracle import numpy_llama
 
 from shiftjax.build import Built
 from shiftjax.core.request import SamplingParams
 from shiftjax.device.programs import CompileCounter
+from shiftjax.fleet.fleet_policy import Wish
+from shiftjax.fleet.regrouping import Fleet
 from shiftjax.host_tier.extents import HostBlocks
 from shiftjax.host_tier.host_stats import HostStats
+from shiftjax.parallel.arrangements import equal_groups
 
 PROMPTS = [[(7 * i + 31 * stem) % 190 + 3 for i in range(60)] for stem in range(6)]
 NUM_CACHED = 56  # never the last token, and whole blocks
@@ -102,3 +106,28 @@ def test_a_copy_of_another_layout_that_is_lost_ends_who_reads_it(engines):
     assert events[0, 0][-1].error_code == "step_failed"
     one.engine.flush_prefix_cache()
     assert serve(other, 0) + serve(other, 0) == [0, NUM_CACHED]
+
+
+@pytest.mark.costs(14)
+def test_every_width_of_a_fleet_reads_what_others_have_left_on_the_host():
+    """From units of one device to a group of four, which splits positions, and back."""
+    directory, config, tensors = checkpoint(num_hidden_layers=1, num_key_value_heads=1)
+    sizes = {**SIZES, "num_blocks": 24, "max_num_seqs": 2, "host_memory": "4MB"}
+    sizes |= {"devices": 4, "fleet_widths": (1, 4), "kv_split": "position"}
+    built = make(directory, None, 1, fleet=True, **sizes)
+    fleet, policy, counter = built.engine.topology.find(Fleet), Told(), CompileCounter()
+    fleet.policy = policy
+    lanes, found = list(fleet.lanes.values()), []
+    counter.start()
+    for width in (1, 4, 1):
+        policy.wishes = [Wish(equal_groups(4, width), "told", "move")]
+        # More than one group has room for: what comes first makes room for the rest.
+        for stem in [*range(6)] * 4 if width == 1 else range(6):
+            prompt = PROMPTS[stem] if width == 1 else PROMPTS[stem][:41]
+            events = run(built.engine, [prompt], [GREEDY])
+            assert tokens(events[0, 0]) == numpy_llama.greedy(config, tensors, prompt, 4)
+            built.engine.check()
+        found.append(sum(lane.scheduler.tables.tier._num_hit_tokens for lane in lanes))
+    counter.stop()
+    assert counter.count == 0
+    assert found[1] - found[0] >= 6 * 32 and found[2] > found[1]

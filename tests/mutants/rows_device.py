@@ -415,8 +415,14 @@ TIER_ROWS = (
     Mutant(
         "an entry comes back from the host as another", "host tier",
         "shiftjax/host_tier/copies_device.py",
-        "for part in parts if part.entries == own.alike]", "for part in parts]",
+        "self._extents[number] if part.entries == own.alike]", "self._extents[number]]",
         (CACHE_SPEC,), "a restored prefix of latents is garbage",
+    ),
+    Mutant(
+        "units of blocks of another size come from the beginning of a block", "host tier",
+        "shiftjax/host_tier/store_device.py",
+        "start = (first - begin * several) * unit_tokens", "start = 0",
+        ("tests/host_tier/test_store_device.py",), "a prefix that another width wrote is garbage",
     ),
     Mutant(
         "every neighbour has the first run of a block", "host tier",
