@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import forget_prices, make_fleet
 from shiftjax.fleet.shared_blocks import share
 from shiftjax.host_tier.extents import HostBlocks, HostMemory
+from shiftjax.hosts.replicas import HostGroups, Replicas
 from shiftjax.parallel.grid import Group, Mode
 from shiftjax.phases.configurations import limits_of
 from shiftjax.phases.parking import Parking
@@ -61,6 +63,7 @@ class Groups(NamedTuple):
     costs: Mapping[int, GroupCosts | None]  # as policies and drafts believe; None: unknown
     drafters: Mapping[Group, Drafter]
     admission: Callable[[], Admission] | None = None  # of a group; None: the deployment's
+    host_of: Mapping[Group, int] = MappingProxyType({})  # the ranks of those on other hosts
 
 
 class Started(NamedTuple):
@@ -72,6 +75,7 @@ class Started(NamedTuple):
     routing: RoutingHistory | None = None  # of the model's experts, as devices count it
     adapters: AdapterPool | None = None
     notes: Notes | None = None  # of tokens, as their steps tell them; None: nothing is kept
+    hosts: Replicas | None = None  # where hosts have groups of their own
 
 
 class Backend(Protocol):
@@ -102,18 +106,21 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing, adapters, notes = backend.start(deployments)
+    groups, mover, exchange, routing, adapters, notes, hosts = backend.start(deployments)
     first = groups[0]
-    memory = HostMemory(first.deployment.host_bytes)
+    ranks = {0, *first.host_of.values()}
+    memory = {rank: HostMemory(first.deployment.host_bytes) for rank in ranks}
     shared = memory, notes, adapters
     lanes = [_make_lanes(each, *shared, is_phase=exchange is not None) for each in groups]
     topology: Topology | None = None
     if exchange is not None:
         by_phase = dict(zip(PHASES, lanes, strict=True))
-        topology = Resharding(by_phase, exchange, memory, backend.now)
+        topology = Resharding(by_phase, exchange, memory[0], backend.now)
     elif mover is not None:
         known = first.policies, first.costs
         topology = make_fleet(first.deployment, lanes[0], *known, mover, backend.now)
+    elif hosts is not None:
+        topology = HostGroups(lanes[0], first.host_of, hosts)
     if routing is not None:
         routing.watchers += _priced_by_routing(groups, topology)
     limits = limits_of(each.deployment for each in groups)
@@ -142,13 +149,13 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
 def _make_lanes(
     groups: Groups,
-    memory: HostMemory,
+    memory: Mapping[int, HostMemory],
     notes: Notes | None,
     adapters: AdapterPool | None,
     *,
     is_phase: bool,
 ) -> list[Lane]:
-    """A lane for every group; those of a fleet share their blocks, all of them host memory.
+    """A lane for every group; those of a fleet share their blocks, all on a host its memory.
 
     A lane has a policy of its own where the engine has lanes of several deployments or widths.
     """
@@ -162,9 +169,10 @@ def _make_lanes(
     for group, runner in groups.runners.items():
         of_width, policy = deployment.of_width(group.width), groups.policies[group.width]
         host, speculation = None, None
-        if memory.num_bytes:
+        own = memory[groups.host_of.get(group, 0)]
+        if own.num_bytes:
             sizes = of_width.block_size, of_width.host_block_bytes, of_width.hash_size
-            host = HostBlocks(memory, *sizes)
+            host = HostBlocks(own, *sizes)
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None

@@ -157,15 +157,14 @@ def build_follower(
     progress: Progress,
     hosts: Follower,
     cache_dir: Path | None = None,
-) -> tuple[DeviceRunner, Slots | None]:
-    """The same as far as a host needs it that repeats the leader's calls.
+) -> tuple[list[DeviceRunner], Slots | None]:
+    """The same as far as a host needs it that does the leader's calls.
 
-    Returns its runner, and the slots of adapters on its devices.
+    Returns its runners, one for each group, and the slots of adapters on its devices.
     """
     backend, deployments = _prepare(config, source, progress, cache_dir, hosts)
     backend.start(deployments)
-    (runner,) = backend.runners
-    return runner, backend.slots
+    return backend.runners, backend.slots
 
 
 def _prepare(

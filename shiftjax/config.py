@@ -8,7 +8,7 @@ import inspect
 import itertools
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from shiftjax.core.policies import DEFAULT_POLICY, POLICIES
@@ -411,6 +411,19 @@ class EngineConfig:
     fleet: FleetOptions = field(default_factory=FleetOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
 
+    @property
+    def has_groups_on_each_host(self) -> bool:
+        """Whether every host has groups of its own: they are not over hosts."""
+        return self.host.is_one_of_several and self.parallel.dp > 1
+
+    @property
+    def of_one_host(self) -> "EngineConfig":
+        """The same for one of the hosts that have groups of their own."""
+        num, parallel = self.host.hosts or 1, self.parallel
+        devices = None if parallel.devices is None else parallel.devices // num
+        parallel = replace(parallel, dp=parallel.dp // num, devices=devices)
+        return replace(self, parallel=parallel, host=HostOptions())
+
     def __post_init__(self) -> None:
         options, known = self.flat() | self.controls(), {**SETTINGS, **CONTROLS}
         broken = {n: p for n, v in options.items() if (p := problem_with(known[n], v))}
@@ -556,12 +569,27 @@ def _hosts_are_complete(
 
 
 def _hosts_share_the_devices(
-    hosts: int | None, devices: int | None, sp: int | None, tp: int | None
+    hosts: int | None, devices: int | None, dp: int, sp: int | None, tp: int | None
 ) -> str | None:
-    used = devices or (sp or 1) * (tp or 1)
+    used = devices or dp * (sp or 1) * (tp or 1)
     if hosts in (None, 1) or used % hosts == 0 or (devices is None and not (sp and tp)):
         return None
     return f"hosts = {hosts} must have as many devices each, and {used} are asked for in all"
+
+
+def _hosts_share_the_groups(
+    hosts: int | None, dp: int, host_memory: str, enable_lora: bool
+) -> str | None:
+    if hosts in (None, 1):
+        return None
+    if dp == 1 and num_bytes_of(host_memory):
+        words = "KV blocks of a group over hosts stay on its devices"
+        return f"host_memory = {host_memory} cannot be had with hosts = {hosts}: {words}"
+    if dp > 1 and dp % hosts:
+        return f"dp = {dp} must be a multiple of hosts = {hosts}, so that each has as many groups"
+    if dp > 1 and enable_lora:
+        return "enable_lora cannot be had with hosts and dp: load adapters into a server each"
+    return None
 
 
 def _threshold_is_used(policy: str | None, shift_threshold: int | None) -> str | None:
@@ -666,7 +694,6 @@ def _lookup_is_a_range(prompt_lookup_min: int, prompt_lookup_max: int) -> str | 
     )
 
 
-_ONE_ENGINE = "hosts are for models that one does not hold; start a server on each instead"
 _ALL_DEGREES = "it says the degrees of both phases"
 # A setting, its value where it is off, and what it is refused with otherwise: settings, the value
 # of each that agrees, and why no other does.
@@ -684,11 +711,9 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
     "hosts": (
         1,
         {
-            "dp": (1, _ONE_ENGINE),
-            "fleet": (False, _ONE_ENGINE),
+            "fleet": (False, "groups over hosts do not change; dp has some on each host"),
             "pp": (1, "stages pass their hidden states on one machine"),
             "phases": (None, "weights change places on one machine"),
-            "host_memory": ("0", "KV blocks leave the devices of one machine"),
             "routed_experts": (False, "a host is told of the tokens of its own devices alone"),
         },
     ),
@@ -751,6 +776,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _mesh_fills_the_devices,
     _hosts_are_complete,
     _hosts_share_the_devices,
+    _hosts_share_the_groups,
     _phases_fill_the_devices,
     _fleet_has_its_own_degrees,
     _threshold_is_used,

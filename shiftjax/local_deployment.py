@@ -52,8 +52,11 @@ def deploy(
     machine cannot take, before anything is loaded.
     """
     check_hosts(config, hosts.num if hosts else 1)
+    is_alone = not config.host.is_one_of_several  # what is measured on each would differ
+    if config.has_groups_on_each_host:
+        config = config.of_one_host
     config = merge_phases(config)
-    devices, suited = _machine(config, model, cache_dir)
+    devices, suited = _machine(config, model, cache_dir, is_alone=is_alone)
     measured, available = measure(devices, hosts), host_memory()[1]
     if (target := _modelled(config, model, measured, devices[0], suited)) is not None:
         config = with_costs(config, target)
@@ -136,12 +139,12 @@ def _read_bytes(weight: Weight, model: ModelConfig, held: Formats) -> int:
 
 
 def _machine(
-    config: EngineConfig, model: ModelConfig, cache_dir: Path | None
+    config: EngineConfig, model: ModelConfig, cache_dir: Path | None, *, is_alone: bool
 ) -> tuple[list[Device], Suited]:
     """The devices, and what suits them. Raises ConfigError for a model that cannot be loaded."""
     check_experts(model)
     devices = jax.devices()[: config.parallel.devices]
-    if config.host.is_one_of_several:  # measured on each they would differ
+    if not is_alone:
         return devices, Suited()
     if devices[0].platform != "cpu" or num_parameters(model) < LEAST_PARAMETERS:
         return devices, Suited()

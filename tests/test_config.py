@@ -173,6 +173,9 @@ BROKEN_RULES = [
     ({"host_rank": 1}, "host_rank has no meaning with hosts = 1"),
     (HOSTS | {"host_rank": 2}, "host_rank = 2 must be below hosts = 2"),
     (HOSTS | {"sp": 3, "tp": 1}, "as many devices each, and 3 are asked for"),
+    (HOSTS | {"dp": 3}, "dp = 3 must be a multiple of hosts = 2"),
+    (HOSTS | {"dp": 2, "enable_lora": True}, "enable_lora cannot be had with hosts and dp"),
+    (HOSTS | {"host_memory": "1GiB"}, "host_memory = 1GiB cannot be had with hosts = 2: KV"),
     ({"policy": "base", "shift_threshold": 64}, "shift_threshold = 64 has no meaning"),
     (
         {"machine": "h200x8", "controls": {"step_sizes": "largest"}},
@@ -246,9 +249,7 @@ UNREAD = [
 
 
 SINGLE_HOST = [
-    (HOSTS | {"dp": 2}, "hosts = 2 cannot be had with dp = 2"),
     (HOSTS | {"pp": 2}, "hosts = 2 cannot be had with pp = 2"),
-    (HOSTS | {"host_memory": "1GiB"}, "hosts = 2 cannot be had with host_memory = 1GiB"),
     (HOSTS | {"coordinator": "a"}, "coordinator: must be HOST:PORT"),
     (HOSTS | {"coordinator": "a:65535"}, "with a port below 65535"),  # the next one is JAX's
 ]
@@ -559,3 +560,12 @@ def test_hosts_come_from_who_starts_them(environ, flags, expected):
 def test_hosts_that_nobody_has_started_are_refused(environ, fragment):
     with pytest.raises(ConfigError, match=fragment):
         resolve({"hosts": "auto"}, environ)
+
+
+def test_each_of_several_hosts_starts_its_own_groups_alone():
+    config = EngineConfig.from_options(**HOSTS, dp=4, sp=2, tp=1, devices=8, host_memory="1GiB")
+    assert config.has_groups_on_each_host
+    own = config.of_one_host
+    assert (own.parallel.dp, own.parallel.devices, own.host.hosts) == (2, 4, 1)
+    assert own.cache.host_memory == "1GiB" and not own.has_groups_on_each_host
+    assert not EngineConfig.from_options(**HOSTS, sp=2, tp=1).has_groups_on_each_host

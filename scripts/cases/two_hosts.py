@@ -224,7 +224,7 @@ def run_role(role: str, args: argparse.Namespace, port: int, secret: str) -> dic
         hosts = FollowerHosts(terms, lambda _: os._exit(75))
         hosts.connect()
         join(f"127.0.0.1:{port + 1}", 2, rank)
-        runner, slots = build_follower(config, source, silent, hosts)
+        (runner,), slots = build_follower(config, source, silent, hosts)
         counter.start()
         follow(runner, hosts, slots)
         return {"compiles": counter.count}

@@ -96,6 +96,10 @@ class FollowerHosts:
         self._done = number
         self._outgoing.put(self._progress())
 
+    def answer(self, data: bytes) -> None:
+        """Answer a call of one of this host's own groups."""
+        self._outgoing.put(pb.FollowerMessage(answer=data))
+
     def fail(self, error: Exception) -> None:
         """Tell the leader why this host does no more, and give it time to hear of it."""
         words = f"{type(error).__name__}: {error}"[:500]

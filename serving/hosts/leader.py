@@ -106,6 +106,9 @@ class LeaderHosts(pb_grpc.HostsServicer):
         threading.Thread(target=self._watch, name="watch hosts", daemon=True).start()
         self._tell(pb.LeaderMessage(welcome=pb.Welcome()))
 
+    def begin(self) -> None:
+        """Requests may come: the engine has started on all hosts."""
+
     def least(self, what: str, values: Sequence[int]) -> list[int]:
         """See `hosts.calls.Hosts`."""
         told, end = [list(values)], time.monotonic() + AGREE_SECONDS
@@ -162,12 +165,25 @@ class LeaderHosts(pb_grpc.HostsServicer):
 
     def _tell(self, message: pb.LeaderMessage) -> None:
         self._check()
-        for peer in self._peers.values():
-            try:
-                peer.messages.put_nowait(message)
-            except queue.Full:
-                words = f"host {peer.rank} has not taken {MOST_WAITING} messages"
-                raise self._lose(words) from None
+        for peer in list(self._peers.values()):
+            self._put(peer, message)
+
+    def _put(self, peer: Peer, message: pb.LeaderMessage) -> None:
+        try:
+            peer.messages.put_nowait(message)
+        except queue.Full:
+            words = f"host {peer.rank} has not taken {MOST_WAITING} messages"
+            raise self._lose_peer(peer, words) from None
+
+    def _lose_peer(self, peer: Peer, words: str) -> Exception:
+        """A host is lost, and with it the engine."""
+        del peer
+        return self._lose(words)
+
+    def _limit(self, peer: Peer) -> float:
+        """Seconds that a host may be silent."""
+        del peer
+        return self.terms.limit if self._has_begun else START_SILENT_SECONDS
 
     def _check(self) -> None:
         if self._lost is not None:
@@ -188,14 +204,13 @@ class LeaderHosts(pb_grpc.HostsServicer):
     def _watch(self) -> None:
         while not self._is_closing and self._lost is None:
             time.sleep(WATCH_SECONDS)
-            limit = self.terms.limit if self._has_begun else START_SILENT_SECONDS
             now = time.monotonic()
-            for peer in self._peers.values():
+            for peer in list(self._peers.values()):
+                limit, seconds = self._limit(peer), self.terms.stuck_limit
                 if now - peer.heard_at > limit:
-                    self._lose(f"host {peer.rank} has been silent for {limit:.0f} s")
-                elif peer.stuck_seconds(now) > self.terms.stuck_limit:
-                    seconds = self.terms.stuck_limit
-                    self._lose(f"host {peer.rank} has done no step for {seconds:.0f} s")
+                    self._lose_peer(peer, f"host {peer.rank} has been silent for {limit:.0f} s")
+                elif peer.stuck_seconds(now) > seconds:
+                    self._lose_peer(peer, f"host {peer.rank} has done no step for {seconds:.0f} s")
 
     # ------------------------------------------------------------------ the connection
 
@@ -207,7 +222,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         peer = self._admitted(_hello(request_iterator, context), context)
         context.add_callback(lambda: self._on_end(peer))
         threading.Thread(target=self._read, args=(peer, request_iterator), daemon=True).start()
-        while self._lost is None:
+        while self._lost is None and not peer.gone.is_set():
             try:
                 message = peer.messages.get(timeout=HEARTBEAT_SECONDS)
             except queue.Empty:
@@ -216,7 +231,8 @@ class LeaderHosts(pb_grpc.HostsServicer):
             if message.WhichOneof("kind") == "end":
                 peer.gone.wait(CLOSE_SECONDS)  # ended here first, JAX would abort it
                 return
-        context.abort(grpc.StatusCode.ABORTED, str(self._lost))
+        words = str(self._lost or f"host {peer.rank} is taken for lost")
+        context.abort(grpc.StatusCode.ABORTED, words)
 
     def _admitted(self, hello: Any, context: Any) -> Peer:
         """A host that may be one of these; the call ends for any other."""
@@ -239,13 +255,22 @@ class LeaderHosts(pb_grpc.HostsServicer):
             for message in messages:
                 peer.heard_at = time.monotonic()
                 if message.HasField("numbers"):
-                    peer.numbers.put(list(message.numbers.values))
+                    self._count(peer, list(message.numbers.values))
+                elif message.HasField("answer"):
+                    self._answered(peer, message.answer)
                 elif message.progress.HasField("error"):
-                    self._lose(f"host {peer.rank} failed: {message.progress.error}")
+                    self._lose_peer(peer, f"host {peer.rank} failed: {message.progress.error}")
                 else:
                     peer.hear(message.progress.calls)
         except Exception as error:  # the call has ended, which its callback tells
             logger.debug("host %d: %s", peer.rank, error)
+
+    def _count(self, peer: Peer, numbers: list[int]) -> None:
+        """A host has told its numbers, which `least` waits for."""
+        peer.numbers.put(numbers)
+
+    def _answered(self, peer: Peer, data: bytes) -> None:
+        """A host has answered a call. Here none does: they say how far they are."""
 
     def _on_end(self, peer: Peer) -> None:
         peer.gone.set()
@@ -256,7 +281,7 @@ class LeaderHosts(pb_grpc.HostsServicer):
         if may_come_again:
             logger.warning("host %d has gone before all had come: waiting on", peer.rank)
         elif not self._is_closing:
-            self._lose(f"host {peer.rank} has gone")
+            self._lose_peer(peer, f"host {peer.rank} has gone")
 
 
 def _hello(messages: Iterator[Any], context: Any) -> Any:

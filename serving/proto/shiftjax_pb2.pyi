@@ -744,14 +744,16 @@ class StopProfileResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class FollowerMessage(_message.Message):
-    __slots__ = ("hello", "progress", "numbers")
+    __slots__ = ("hello", "progress", "numbers", "answer")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    ANSWER_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     progress: Progress
     numbers: Numbers
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ...) -> None: ...
+    answer: bytes
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., numbers: _Optional[_Union[Numbers, _Mapping]] = ..., answer: _Optional[bytes] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("rank", "facts")

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from serving.hosts.follower import FollowerHosts
 from serving.hosts.leader import LeaderHosts
+from serving.hosts.replicas import ReplicaHosts
 from serving.hosts.terms import SILENT_SECONDS, Terms, facts_of
 from serving.run.access import bind
 from serving.run.faults import FOLLOWING, Fault, faulty
@@ -53,12 +54,15 @@ def open_leader(
     Raises LostHostError for those that do not come, or go.
     """
     files = _files(config, options, phases)
-    hosts = LeaderHosts(_terms(config, options, files), on_lost)
+    kind = ReplicaHosts if config.has_groups_on_each_host else LeaderHosts
+    hosts = kind(_terms(config, options, files), on_lost)
     hosts.start(Certificates(options).credentials if options.ssl_certfile else None)
     phases("wait for hosts", 0, 1)
     hosts.gather()
     _join(config)
-    return loaded(config, files, phases, hosts), hosts
+    llm = loaded(config, files, phases, hosts)
+    hosts.begin()
+    return llm, hosts
 
 
 def run_follower(
@@ -76,13 +80,17 @@ def run_follower(
         hosts.connect(channel_credentials(options))
         _join(config)
         from shiftjax.build import build_follower
+        from shiftjax.hosts.replicas_device import serve_groups
         from shiftjax.hosts.steps_device import follow
 
-        runner, slots = build_follower(config, files.source, _log, hosts, files.cache_dir)
+        runners, slots = build_follower(config, files.source, _log, hosts, files.cache_dir)
         if fault and fault.point == FOLLOWING:
-            runner.launch = faulty(fault, runner.launch)
+            runners[0].launch = faulty(fault, runners[0].launch)
         logger.info("following %s", config.host.coordinator)
-        follow(runner, hosts, slots)
+        if config.has_groups_on_each_host:
+            serve_groups(runners, hosts, hosts.answer)
+        else:
+            follow(runners[0], hosts, slots)
     except LostHostError:
         leave(LOST)
     except ConfigError:
@@ -142,8 +150,11 @@ def _terms(config: EngineConfig, options: ServerOptions, files: "ModelFiles") ->
 
 
 def _join(config: EngineConfig) -> None:
+    """Make one JAX of all hosts, if groups are over them."""
     make_virtual_devices(config)
     shorten_jax_log()
+    if config.has_groups_on_each_host:
+        return
     from shiftjax.hosts.steps_device import join
 
     assert config.host.coordinator and config.host.hosts

@@ -15,6 +15,8 @@ from shiftjax.fleet import state as fleet_state
 from shiftjax.fleet.state import FleetState
 from shiftjax.host_tier import host_stats
 from shiftjax.host_tier.host_stats import HostStats
+from shiftjax.hosts import replicas
+from shiftjax.hosts.replicas import ReplicaState
 from shiftjax.metric import Metric
 from shiftjax.phases import resharding
 from shiftjax.phases.resharding import ReshardingState
@@ -35,6 +37,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from size_stats.metrics(stats.find(SizeStats))
     yield from routing_history.metrics(stats.find(RoutingState))
     yield from state_told.metrics(stats.find(AdapterState))
+    yield from replicas.metrics(stats.find(ReplicaState))
     if isinstance(engine, AsyncEngine):
         yield from kv_events.metrics(engine.kv_events)
 

@@ -41,6 +41,8 @@ from shiftjax.device.programs import Program, Progress
 from shiftjax.device.runner import DeviceRunner
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.hosts.calls import Hosts, Leader
+from shiftjax.hosts.replicas import Replicas
+from shiftjax.hosts.replicas_device import remote_runners
 from shiftjax.hosts.steps_device import LeaderRunner
 from shiftjax.models.sum_backend import XLA_SUMS
 from shiftjax.options import ConfigError
@@ -132,7 +134,9 @@ class DeviceBackend:
             self._fill(adapters, self.slots, list(started[0].runners.values()))
         self.adapters = adapters
         notes = notes_of(self.deployments)
-        return Started(started, mover=mover, routing=routing, adapters=adapters, notes=notes)
+        rest = {"mover": mover, "routing": routing, "adapters": adapters, "notes": notes}
+        hosts = self._hosts if isinstance(self._hosts, Replicas) else None
+        return Started(started, **rest, hosts=hosts)
 
     def _adapters(self, deployment: Deployment) -> AdapterPool | None:
         """Return the adapters of a deployment. Raises AdapterError."""
@@ -259,16 +263,21 @@ def _check_same(compiled: Compiled, groups: Sequence[Placed], hosts: Hosts) -> N
 
 
 def _groups(compiled: Compiled, runners: Runners, hosts: Hosts | None) -> Groups:
-    deployment = compiled.deployment
-    drafters = {}
-    if deployment.drafts.speculation != "none":
-        drafters = {
-            group: Drafter(Drafting(deployment.drafts), time.perf_counter) for group in runners
-        }
+    deployment, host_of = compiled.deployment, dict[Group, int]()
     joined: dict[Group, Runner] = {}
     for group, stages in runners.items():
         joined[group] = stages[0] if len(stages) == 1 else PipelineRunner(stages)
-        if isinstance(hosts, Leader):
+        if isinstance(hosts, Leader) and not isinstance(hosts, Replicas):
             joined[group] = LeaderRunner(stages[0], hosts)
     modes = {group.width: stages[0].step.weights.modes for group, stages in runners.items()}
-    return Groups(deployment, joined, modes, compiled.policies, compiled.known, drafters)
+    if isinstance(hosts, Replicas):
+        own = {group: stages[0] for group, stages in runners.items()}
+        others, host_of = remote_runners(own, hosts)
+        joined |= others
+    drafters = {}
+    if deployment.drafts.speculation != "none":
+        drafters = {
+            group: Drafter(Drafting(deployment.drafts), time.perf_counter) for group in joined
+        }
+    known = compiled.policies, compiled.known
+    return Groups(deployment, joined, modes, *known, drafters, host_of=host_of)

@@ -318,7 +318,7 @@ def start_runners(
         if kind in firsts:
             runner.load_programs(firsts[kind])
         else:
-            runner.programs = programs[kind]
+            runner.programs[:] = programs[kind]
         firsts.setdefault(kind, runner)
         runner.view_weights()
         runner.warm_up()

@@ -5,7 +5,7 @@ order, so a step may read what an earlier one in flight will have written.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,10 +17,10 @@ from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.device.group_memory import GroupMemory
 from shiftjax.device.mesh import named, put, replicated_spec
 from shiftjax.device.mode_weights import Weights
-from shiftjax.device.pack import step_inputs, suits
+from shiftjax.device.packer import Packer, Prepared, SlotOf
 from shiftjax.device.pool import PoolOptions
 from shiftjax.device.programs import Program, add_mode, load_program, trial_step
-from shiftjax.device.sampling_inputs import RowMasks, build_rows, refresh_params
+from shiftjax.device.sampling_inputs import RowMasks
 from shiftjax.device.step import StepDef, StepResult
 from shiftjax.host_tier.store_device import Extents
 from shiftjax.parallel.grid import Mode
@@ -28,22 +28,6 @@ from shiftjax.routing.chosen_device import on_host, send_to_host
 from shiftjax.routing.counts_device import CountedSteps
 
 logger = logging.getLogger(__name__)
-
-
-SlotOf = Callable[[str | None], int]  # of what a request has as its adapter; below 0: none
-
-
-class NoBucketError(RuntimeError):
-    """A step that no compiled program fits: a bug, because the scheduler knows the limits."""
-
-
-class Prepared(NamedTuple):
-    """A plan laid out for the devices: what every stage of a step is given."""
-
-    program: int  # its place among those of a stage
-    flat: np.ndarray
-    tables: RowMasks | None
-    wants_top: bool
 
 
 class Handle(NamedTuple):
@@ -85,12 +69,11 @@ class DeviceRunner:
     ):
         self.step, self.memory, self.pool = step, memory, pool
         self.programs = list(programs)
-        self.counted, self.slots = counted, slots
-        self._key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+        self.counted = counted
+        self.packer = Packer(step, pool, self.programs, seed, slots)
         self._replicated = named(step.mesh, replicated_spec())
         self._tables = step.table_shardings
         self._no_tokens = put(np.zeros(step.max_rows, np.int32), self._replicated)
-        self._row_params = {}
         memory.prepare(pool, extents)
 
     @property
@@ -152,21 +135,7 @@ class DeviceRunner:
 
     def prepare(self, plan: StepPlan) -> Prepared:
         """Lay out a plan: the host's work of a step. Raises `NoBucketError`."""
-        index = self._index_for(plan)
-        program, model = self.programs[index], self.step.layout.model
-        self._row_params = refresh_params(plan, self._row_params, model.vocab_size)
-        rows = build_rows(plan, self._row_params, program.bucket.rows, self.step.vocab)
-        inputs = step_inputs(
-            plan,
-            program.bucket,
-            self.pool,
-            self.step.attention,
-            rows.scalars,
-            self._key,
-            model=model,
-            adapters=self._slots_of(plan) if program.bucket.has_adapters else (),
-        )
-        return Prepared(index, program.packing.pack(inputs), rows.tables, rows.wants_top)
+        return self.packer.prepare(plan)
 
     def launch(
         self,
@@ -235,21 +204,7 @@ class DeviceRunner:
         if handle is None:
             self.memory.settle()
             return NO_ROWS
-        n = handle.num_rows
-        summary = np.asarray(handle.result.summary)[:n]
-        output = StepOutput(
-            token_ids=summary[:, 0],
-            is_finite=summary[:, 2] != 0,
-            logprobs=np.ascontiguousarray(summary[:, 1]).view(np.float32),
-            guesses=_guesses(handle) if handle.num_guesses else None,
-            notes=on_host(handle.chosen, handle.num_tokens),
-        )
-        if not handle.wants_top:
-            return output
-        return output._replace(
-            top_ids=np.asarray(handle.result.top_ids)[:n],
-            top_logprobs=np.asarray(handle.result.top_logprobs)[:n],
-        )
+        return output_of(handle)
 
     def is_ready(self, handle: Handle | None) -> bool:
         """Whether `fetch` would not wait for the devices."""
@@ -280,23 +235,7 @@ class DeviceRunner:
 
     def program_for(self, plan: StepPlan) -> Program:
         """The smallest program that suits a plan. Raises `NoBucketError`."""
-        return self.programs[self._index_for(plan)]
-
-    def _index_for(self, plan: StepPlan) -> int:
-        has_adapters = self.slots is not None and any(
-            item.sequence.request.adapter for item in plan.scheduled
-        )
-        for index, program in enumerate(self.programs):
-            if suits(program.bucket, plan, self.step.attention, has_adapters=has_adapters):
-                return index
-        size = plan.num_tokens, plan.num_rows, len(plan.scheduled)
-        sizes = [(*program.bucket[:2], program.bucket.seqs) for program in self.programs]
-        raise NoBucketError(f"no step of (tokens, rows, sequences) {size} among {sizes}")
-
-    def _slots_of(self, plan: StepPlan) -> list[int]:
-        """The slot of each sequence's adapter."""
-        assert self.slots is not None
-        return [self.slots(item.sequence.request.adapter) for item in plan.scheduled]
+        return self.programs[self.packer.index_for(plan)]
 
     def _place(self, neutral: RowMasks, tables: RowMasks | None) -> RowMasks:
         """Put the tables that differ from the neutral ones (not None) on the devices."""
@@ -318,14 +257,38 @@ def in_flight(
     chosen: tuple[jax.Array, ...] = (),
 ) -> Handle:
     """A dispatched step, whose results are on their way to the host."""
-    summary: Any = result.summary
-    summary.copy_to_host_async()
-    if plan.num_guesses:
-        guesses: Any = result.guesses
-        guesses.copy_to_host_async()
+    send_results(result, plan.num_guesses)
     counts = plan.num_rows, prepared.wants_top, plan.num_guesses, len(plan.scheduled)
     send_to_host(chosen)
     return Handle(last_tokens, result, *counts, num_tokens=plan.num_tokens, chosen=chosen)
+
+
+def send_results(result: StepResult, num_guesses: int) -> None:
+    """Start to copy what a step gives back to the host."""
+    summary: Any = result.summary
+    summary.copy_to_host_async()
+    if num_guesses:
+        guesses: Any = result.guesses
+        guesses.copy_to_host_async()
+
+
+def output_of(handle: Handle) -> StepOutput:
+    """Wait for a step and return what was asked for; its arrays may be NumPy's."""
+    n = handle.num_rows
+    summary = np.asarray(handle.result.summary)[:n]
+    output = StepOutput(
+        token_ids=summary[:, 0],
+        is_finite=summary[:, 2] != 0,
+        logprobs=np.ascontiguousarray(summary[:, 1]).view(np.float32),
+        guesses=_guesses(handle) if handle.num_guesses else None,
+        notes=on_host(handle.chosen, handle.num_tokens),
+    )
+    if not handle.wants_top:
+        return output
+    return output._replace(
+        top_ids=np.asarray(handle.result.top_ids)[:n],
+        top_logprobs=np.asarray(handle.result.top_logprobs)[:n],
+    )
 
 
 def _guesses(handle: Handle) -> list[ModelGuess]:

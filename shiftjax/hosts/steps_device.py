@@ -9,17 +9,17 @@ and meet in another order, on CPUs (gloo), each step is awaited before the next.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from shiftjax.adapters import told
 from shiftjax.adapters.adapter import Adapter
 from shiftjax.adapters.pool import Slots
 from shiftjax.core.request import StepOutput, StepPlan
-from shiftjax.device.runner import DeviceRunner, Handle, Prepared, in_flight
+from shiftjax.device.packer import Prepared
+from shiftjax.device.runner import DeviceRunner, Handle, in_flight
 from shiftjax.device.sampling_inputs import RowMasks
 from shiftjax.hosts.calls import ACK_STEPS, NOBODY, RESET, Follower, Leader, Recent, Step
 from shiftjax.parallel.grid import Mode
@@ -136,12 +136,6 @@ def follow(runner: DeviceRunner, hosts: Follower, slots: Slots | None = None) ->
     modes = {mode.sp: mode for mode in runner.step.layout.modes}
     is_cpu = runner.step.platform == "cpu"
 
-    def shapes(program: int) -> Sequence[tuple[tuple[int, ...], np.dtype]]:
-        known = runner.programs[program]
-        tables = jax.tree.leaves(known.tables)
-        inputs = [(table.shape, np.dtype(table.dtype)) for table in tables]
-        return [((known.packing.size,), np.dtype(np.int32)), *inputs]
-
     for call in hosts.calls():
         if call is not None:
             number += 1
@@ -152,7 +146,7 @@ def follow(runner: DeviceRunner, hosts: Follower, slots: Slots | None = None) ->
                 slot, adapter = found
                 slots.write(slot, slots.place(adapter))
             else:
-                step = recent.decode(call, shapes)
+                step = recent.decode(call, runner.packer.shapes)
                 flat, *tables = step.arrays
                 assert flat is not None
                 prepared = Prepared(step.program, flat, RowMasks(*tables), False)
