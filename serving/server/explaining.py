@@ -36,7 +36,7 @@ class Explanations:
 class _Answers:
     def __init__(self, ask: Callable[[], Future[dict[str, Any]]]):
         self._ask = ask
-        self._asked: Future[dict[str, Any]] | None = None
+        self._asked: asyncio.Future[dict[str, Any]] | None = None
         self._last: dict[str, Any] | None = None
 
     async def get(self, patience: float) -> dict[str, Any] | None:
@@ -44,10 +44,10 @@ class _Answers:
 
         Raises what making it raised.
         """
-        asked = self._asked = self._asked or self._ask()
-        await asyncio.wait([asyncio.wrap_future(asked)], timeout=patience)
+        asked = self._asked = self._asked or asyncio.wrap_future(self._ask())
+        await asyncio.wait([asked], timeout=patience)
         if asked.done():
-            self._last = asked.result()
             if self._asked is asked:
                 self._asked = None
+            self._last = asked.result()
         return self._last
