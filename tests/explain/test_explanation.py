@@ -158,6 +158,33 @@ def test_without_costs_it_says_so():
     assert part["unknown"] == UNKNOWN and all(not each["predicted"] for each in part["steps"])
 
 
+def test_a_step_is_told_with_what_its_mode_was_chosen_by():
+    """How many waited, and the mode before, as the policy was told when it was asked."""
+    engine = make_echo_engine(max_num_seqs=2)
+    asked, told = [], []
+    choose = type(engine.policy).choose
+
+    class Listening(type(engine.policy)):
+        def choose(self, plan, modes, num_waiting, last_mode):
+            asked.append((plan.step_id, num_waiting, last_mode))
+            return choose(self, plan, modes, num_waiting, last_mode)
+
+    engine.policy = Listening(engine.policy.threshold)
+    engine.watchers = [
+        lambda _, flight, *__: told.append(
+            (flight.plan.step_id, flight.num_waiting, flight.last_mode)
+        )
+    ]
+    for number in range(7):
+        engine.add_request(Request(str(number), [3] * 9, SamplingParams(max_tokens=3)))
+    now = 0.0
+    while engine.has_work():
+        engine.step(now)
+        now += 1.0
+    assert told == asked and {num for _, num, _ in told} > {0, 5}
+    assert {last for *_, last in told} == {None, *engine.lanes[0].modes}
+
+
 def test_the_last_size_of_each_group_is_told_beside_others():
     engine, clock, _ = served("shift", requests(20))
     (told,) = explain(engine, clock.now)["sizes"]

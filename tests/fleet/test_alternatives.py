@@ -113,6 +113,18 @@ def test_the_last_change_stays_as_it_was_seen_and_now_follows():
     assert after["now"]["num_sequences"] == 24 and after["now"]["from"] == after["now"]["to"]
 
 
+def test_the_last_change_is_priced_by_what_had_come_until_then():
+    """Also if nobody looked at it before more came."""
+    fleet, _ = fleet_of("fleet:load")
+    looked, late = (Alternatives(fleet.alternatives.prices) for _ in range(2))
+    for alternatives in (looked, late):
+        alternatives.saw(view_of(16), Wish(equal_groups(8, 1), "load"))
+    before = looked.told(9.0)["last_change"]
+    late.saw(view_of(30, now=1.5)._replace(num_seen=900), None)
+    assert late.told(9.0)["last_change"] == before
+    assert late.load.rate > 10 * looked.load.rate > 0
+
+
 def test_prices_are_asked_anew_with_those_of_the_policy():
     fleet, now = fleet_of("fleet")
     fleet.alternatives.told(now)
