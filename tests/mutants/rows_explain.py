@@ -8,6 +8,7 @@ SETUP = "shiftjax/fleet/setup.py"
 TOLD = "shiftjax/sizing/size_stats.py"
 ENGINE = "shiftjax/core/engine.py"
 ANSWERS = "serving/server/explaining.py"
+TEST_CHOICE = ("tests/core/test_lane.py",)
 TEST_STEPS = ("tests/explain/test_explanation.py",)
 TEST_GROUPS = ("tests/fleet/test_alternatives.py",)
 TEST_SIZES = ("tests/sizing/test_size_stats.py",)
@@ -37,7 +38,7 @@ ROWS: tuple[Mutant, ...] = (
     Mutant(
         "nobody waits when a mode is chosen", "explain", ENGINE,
         "bool(plans), last_mode, num_waiting)", "bool(plans), last_mode, 0)",
-        TEST_STEPS, "a choice for the sake of the queue looks wrong",
+        TEST_CHOICE, "a choice for the sake of the queue looks wrong",
     ),
     Mutant(
         "a look fills the prices of the policy", "explain", SETUP,
