@@ -12,6 +12,7 @@ from shiftjax.explain.explanation import explain, page_part
 
 Ask = Callable[[Callable[[Engine], dict[str, Any]]], Future[dict[str, Any]]]
 WHOLE_SECONDS, PAGE_SECONDS = 1.0, 0.1  # that the engine's thread has, before an older one is told
+MAX_AGE = 0.25  # seconds for which an answer does for all who ask
 
 
 class Explanations:
@@ -38,16 +39,20 @@ class _Answers:
         self._ask = ask
         self._asked: asyncio.Future[dict[str, Any]] | None = None
         self._last: dict[str, Any] | None = None
+        self._told_at = -MAX_AGE
 
     async def get(self, patience: float) -> dict[str, Any] | None:
         """A new answer, or after so many seconds the last one; who comes meanwhile gets the same.
 
         Raises what making it raised.
         """
+        now = asyncio.get_running_loop().time
+        if now() - self._told_at < MAX_AGE:
+            return self._last
         asked = self._asked = self._asked or asyncio.wrap_future(self._ask())
         await asyncio.wait([asked], timeout=patience)
         if asked.done():
             if self._asked is asked:
                 self._asked = None
-            self._last = asked.result()
+            self._last, self._told_at = asked.result(), now()
         return self._last

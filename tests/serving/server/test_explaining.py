@@ -22,6 +22,7 @@ def explanations(asked: list[Future]) -> Explanations:
 def patience(monkeypatch):
     monkeypatch.setattr(explaining, "WHOLE_SECONDS", 0.01)
     monkeypatch.setattr(explaining, "PAGE_SECONDS", 0.01)
+    monkeypatch.setattr(explaining, "MAX_AGE", 0.0)
 
 
 def test_while_a_step_takes_long_the_last_one_is_told():
@@ -52,6 +53,20 @@ def test_who_comes_meanwhile_gets_the_same(monkeypatch):
         await asyncio.sleep(0)
         asked[0].set_result({"number": 1})
         assert await asyncio.gather(*both) == [{"number": 1}] * 2 and len(asked) == 1
+
+    asyncio.run(run())
+
+
+def test_an_answer_does_for_all_who_ask_soon_after(monkeypatch):
+    monkeypatch.setattr(explaining, "MAX_AGE", 1e9)
+
+    async def run():
+        asked: list[Future] = []
+        made = explanations(asked)
+        await made.page()
+        asked[0].set_result({"number": 1})
+        assert [await made.page() for _ in range(5)] == [{"number": 1}] * 5
+        assert len(asked) == 1
 
     asyncio.run(run())
 
