@@ -51,22 +51,21 @@ class Choice(NamedTuple):
         if chosen == largest:
             words += ", the largest that there is work for"
         else:
+            later = chosen.first_token_seconds / largest.first_token_seconds - 1
+            when = "later" if later > 0 else "sooner"
             words += (
                 f". {_would_take(largest)}: {self.num_decodes} decodes {1e3 * self.delay:.0f} ms "
-                f"later; {_first_tokens(chosen, largest)} (limit {SLACK:.0%} later)"
+                f"later; first tokens come {abs(later):.0%} {when} this way "
+                f"(limit {SLACK:.0%} later)"
             )
         if smallest in (chosen, largest):
             return words
-        return f"{words}. {_would_take(smallest)}: {_first_tokens(chosen, smallest)}"
+        times = smallest.first_token_seconds / chosen.first_token_seconds
+        return f"{words}. {_would_take(smallest)}: first tokens {times:.1f} times as late"
 
 
 def _would_take(option: Option) -> str:
     return f"{option.tokens:,} would take {1e3 * option.step_seconds:.0f} ms"
-
-
-def _first_tokens(chosen: Option, other: Option) -> str:
-    later = chosen.first_token_seconds / other.first_token_seconds - 1
-    return f"first tokens come {abs(later):.0%} {'later' if later > 0 else 'sooner'} this way"
 
 
 @dataclass(slots=True)

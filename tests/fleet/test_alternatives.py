@@ -10,7 +10,6 @@ from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import forget_prices
 from shiftjax.fleet.state import shown_arrangement
 from shiftjax.parallel.arrangements import equal_groups
-from shiftjax.parallel.grid import Group
 from shiftjax.sim.devices import Clock
 from shiftjax.sim.experiments import target_from
 from shiftjax.sim.named import deploy
@@ -132,11 +131,3 @@ def test_prices_are_asked_anew_with_those_of_the_policy():
     assert steps._seconds
     forget_prices(fleet)
     assert not steps._seconds and not fleet.policy.steps._seconds
-
-
-def test_groups_need_no_costs_to_change():
-    """Without them nothing is remembered, and nothing is told."""
-    fleet, _ = fleet_of("fleet:load")
-    fleet.alternatives = None
-    fleet.begin(Wish((Group(0, 8),), "quiet"), 99.0)
-    assert fleet.alternatives is None

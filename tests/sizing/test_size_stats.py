@@ -36,7 +36,7 @@ def test_the_sentence_says_what_the_largest_step_would_have_cost():
     assert stats.last is not None and stats.last.words == (
         "1,024 tokens: 40 ms. 8,192 would take 150 ms: 100 decodes 110 ms later; "
         "first tokens come 60% sooner this way (limit 10% later). "
-        "128 would take 20 ms: first tokens come 94% sooner this way"
+        "128 would take 20 ms: first tokens 16.3 times as late"
     )
     assert stats.avoided_seconds == pytest.approx(100 * 0.11)
 
@@ -49,7 +49,7 @@ def test_every_reason_is_told_apart():
     assert list(guarded.steps) == [(8192, "guard")]
     assert guarded.last.words == (
         "8,192 tokens: 150 ms, the largest that there is work for. "
-        "128 would take 20 ms: first tokens come 97% sooner this way"
+        "128 would take 20 ms: first tokens 36.8 times as late"
     )
     assert list(told(long, 1, lambda i, n: quick[i]).steps) == [(1024, "targets")]
 
