@@ -31,6 +31,7 @@ from shiftjax.deploy.deployment import Deployment
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
+from shiftjax.explain.step_samples import StepSamples
 from shiftjax.fleet.handover import Mover
 from shiftjax.fleet.regrouping import Fleet
 from shiftjax.fleet.setup import forget_prices, make_fleet
@@ -139,6 +140,7 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
         topology=topology,
         patience=0.0 if exchange is not None else _patience(first),
         parts=parts,
+        watchers=[StepSamples()],
     )
     if adapters is not None:
         adapters.users = lambda: (
@@ -185,7 +187,8 @@ def _make_lanes(
         scheduler = Scheduler(of_width.budgets, *seams, sizes, notes)
         own = policy if has_own else None
         modes = groups.modes[group.width]
-        lanes.append(Lane(scheduler, runner, modes, group=group, policy=own))
+        costs = groups.costs[group.width]
+        lanes.append(Lane(scheduler, runner, modes, group=group, policy=own, costs=costs))
     return lanes
 
 

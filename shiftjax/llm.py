@@ -25,6 +25,7 @@ from shiftjax.core.request import (
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
 from shiftjax.drafts.speculation import DraftStats
+from shiftjax.explain.explanation import explain
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
 from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.hosts.calls import Leader
@@ -405,6 +406,14 @@ class LLM:
         """
         state = self.engine.stats().find(FleetState)
         return None if state is None else plain_state(state, time.monotonic())
+
+    def explain(self) -> dict[str, Any]:
+        """Why steps, sizes and groups are as they are, beside what others would have cost.
+
+        As `GET /explain` of a server has it: docs/serving.md.
+        """
+        with self._lock:
+            return explain(self.engine, time.monotonic())
 
     # ------------------------------------------------------------------- inside
 

@@ -46,6 +46,7 @@ FLOORS = (
     ("shiftjax.rollouts", NO_JAX),
     ("shiftjax.adapters", NO_JAX),
     ("shiftjax.embed", NO_JAX),
+    ("shiftjax.explain", NO_JAX),
     ("shiftjax.assembly", NO_JAX),
     ("shiftjax.sim", NO_JAX),
     ("shiftjax.reproduce", NO_JAX),

@@ -12,6 +12,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from shiftjax import LLM, SamplingParams
 from shiftjax.core.request import RequestError
+from shiftjax.costs.machine_files import load_engine, load_machine
+from shiftjax.costs.step_times import predicted
+from shiftjax.costs.work import Work
+from shiftjax.explain.explanation import UNKNOWN
 from shiftjax.options import ConfigError
 from shiftjax.text.tokenizer import Tokenizer
 from shiftjax.weights.source import CheckpointError
@@ -215,3 +219,28 @@ def test_thoughts_end_at_their_budget(tiny, monkeypatch):
         assert each.token_ids[:3] == [*thought, 2]
     (output,) = llm.generate([[5, 6, 7]], budget)
     assert output.outputs[0].token_ids == numpy_llama.greedy(config, tensors, [5, 6, 7], 6)
+
+
+@pytest.mark.costs(8)
+def test_it_explains_its_steps_where_the_machine_is_known(tiny):
+    """Seconds of a machine's file for the steps that ran; the tokens are those without one."""
+    plain, prompts = tiny[0], [[5, 6, 7, 8, 9] * 3, [4]]
+    wanted = [out.outputs[0].token_ids for out in plain.generate(prompts, GREEDY)]
+    told = plain.explain()
+    assert told["steps"] and told["machine"] == "" and told["unknown"] == UNKNOWN
+    assert all(step["predicted"] == [] for step in told["steps"])
+    llm = LLM(str(checkpoint()[0]), sp=2, tp=1, machine="h200x8", shift_threshold=8, **OPTIONS)
+    assert [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)] == wanted
+    told = llm.explain()
+    llm.close()
+    costs = llm._built.deployment.costs(load_machine("h200x8"), load_engine("shiftjax"))
+    assert told["machine"] == "h200x8" and told["policy"] == "threshold"
+    assert {step["mode"] for step in told["steps"]} == {"base", "shift"}
+    for step in told["steps"]:
+        last = next((m for m in costs.layout.modes if m.label == step["last_mode"]), None)
+        work, seconds = Work(**step["work"]), step["predicted"]
+        for mode, each in zip(costs.layout.modes, seconds, strict=True):
+            assert each["mode"] == mode.label and each["is_allowed"]
+            assert each["seconds"] == predicted(costs, mode, last, work, step["is_hidden"])
+        assert step["measured_seconds"] > 0
+    assert told["sizes"][0]["reason"] == "alone" and told["sizes_unknown"] == ""

@@ -25,7 +25,17 @@ def info_routes(
 ) -> list[Described]:
     """The routes. `/ping` says what `/health` says, to GET and, as SageMaker asks, to POST."""
     routes = [Described(p, _answers(service, make), text) for p, (make, text) in INFO.items()]
-    return [*routes, Described("/ping", ready, "Requests are taken", methods=("GET", "POST"))]
+
+    async def explain(request: Request) -> Response:
+        _, engine = service.generating()
+        return json_response(await engine.explanations.whole())
+
+    text = "Why steps, sizes and groups are as they are, beside what others would have cost"
+    return [
+        *routes,
+        Described("/explain", explain, text),
+        Described("/ping", ready, "Requests are taken", methods=("GET", "POST")),
+    ]
 
 
 def _answers(service: Service, make: Callable[[Service], dict[str, Any]]) -> Any:

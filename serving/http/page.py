@@ -36,8 +36,8 @@ KINDS = {
     "js": "text/javascript; charset=utf-8",
 }
 SCRIPTS = (
-    *("adapters", "app", "chat", "charts", "draw", "fleet", "latency", "markdown", "modes"),
-    *("requests", "server", "state"),
+    *("adapters", "app", "chat", "charts", "draw", "explain", "fleet", "latency", "markdown"),
+    *("modes", "requests", "server", "state"),
 )
 FILES = {
     "/ui": "index.html",
@@ -60,7 +60,10 @@ def page_routes(service: Service) -> list[BaseRoute]:
         span = request.query_params.get("span", "60")
         if span not in map(str, SLOT_SECONDS):
             raise invalid("span", f"must be one of {', '.join(map(str, SLOT_SECONDS))}")
-        values = service.timeline.snapshot(int(span)) | _now(service)
+        engine, explained = service.engine, None
+        if isinstance(engine, AsyncEngine):
+            explained = await engine.explanations.page()
+        values = service.timeline.snapshot(int(span)) | _now(service) | {"explained": explained}
         body = msgspec.json.encode(values)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 

@@ -647,6 +647,151 @@ class FleetBinds(_message.Message):
     count: int
     def __init__(self, width: _Optional[int] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
+class ExplainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Explanation(_message.Message):
+    __slots__ = ("machine", "unknown", "policy", "steps", "sizes", "sizes_unknown", "fleet")
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    SIZES_UNKNOWN_FIELD_NUMBER: _ClassVar[int]
+    FLEET_FIELD_NUMBER: _ClassVar[int]
+    machine: str
+    unknown: str
+    policy: str
+    steps: _containers.RepeatedCompositeFieldContainer[ExplainedStep]
+    sizes: _containers.RepeatedCompositeFieldContainer[ExplainedSize]
+    sizes_unknown: str
+    fleet: ExplainedFleet
+    def __init__(self, machine: _Optional[str] = ..., unknown: _Optional[str] = ..., policy: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[ExplainedStep, _Mapping]]] = ..., sizes: _Optional[_Iterable[_Union[ExplainedSize, _Mapping]]] = ..., sizes_unknown: _Optional[str] = ..., fleet: _Optional[_Union[ExplainedFleet, _Mapping]] = ...) -> None: ...
+
+class ExplainedStep(_message.Message):
+    __slots__ = ("seconds_ago", "first", "width", "mode", "reason", "last_mode", "num_waiting", "is_hidden", "work", "measured_seconds", "predicted")
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    LAST_MODE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    IS_HIDDEN_FIELD_NUMBER: _ClassVar[int]
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    seconds_ago: float
+    first: int
+    width: int
+    mode: str
+    reason: str
+    last_mode: str
+    num_waiting: int
+    is_hidden: bool
+    work: StepWork
+    measured_seconds: float
+    predicted: _containers.RepeatedCompositeFieldContainer[ModePrice]
+    def __init__(self, seconds_ago: _Optional[float] = ..., first: _Optional[int] = ..., width: _Optional[int] = ..., mode: _Optional[str] = ..., reason: _Optional[str] = ..., last_mode: _Optional[str] = ..., num_waiting: _Optional[int] = ..., is_hidden: _Optional[bool] = ..., work: _Optional[_Union[StepWork, _Mapping]] = ..., measured_seconds: _Optional[float] = ..., predicted: _Optional[_Iterable[_Union[ModePrice, _Mapping]]] = ...) -> None: ...
+
+class StepWork(_message.Message):
+    __slots__ = ("num_tokens", "num_rows", "num_sequences", "context_tokens", "chunk_context_tokens", "attention_pairs", "num_decodes")
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_PAIRS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    num_tokens: int
+    num_rows: int
+    num_sequences: int
+    context_tokens: int
+    chunk_context_tokens: int
+    attention_pairs: int
+    num_decodes: int
+    def __init__(self, num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_sequences: _Optional[int] = ..., context_tokens: _Optional[int] = ..., chunk_context_tokens: _Optional[int] = ..., attention_pairs: _Optional[int] = ..., num_decodes: _Optional[int] = ...) -> None: ...
+
+class ModePrice(_message.Message):
+    __slots__ = ("mode", "seconds", "is_allowed")
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    mode: str
+    seconds: float
+    is_allowed: bool
+    def __init__(self, mode: _Optional[str] = ..., seconds: _Optional[float] = ..., is_allowed: _Optional[bool] = ...) -> None: ...
+
+class ExplainedSize(_message.Message):
+    __slots__ = ("first", "width", "reason", "why", "num_decodes", "num_prompts", "sizes")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    width: int
+    reason: str
+    why: str
+    num_decodes: int
+    num_prompts: int
+    sizes: _containers.RepeatedCompositeFieldContainer[SizePrice]
+    def __init__(self, first: _Optional[int] = ..., width: _Optional[int] = ..., reason: _Optional[str] = ..., why: _Optional[str] = ..., num_decodes: _Optional[int] = ..., num_prompts: _Optional[int] = ..., sizes: _Optional[_Iterable[_Union[SizePrice, _Mapping]]] = ...) -> None: ...
+
+class SizePrice(_message.Message):
+    __slots__ = ("tokens", "step_seconds", "first_token_seconds", "late_seconds", "is_chosen")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    step_seconds: float
+    first_token_seconds: float
+    late_seconds: float
+    is_chosen: bool
+    def __init__(self, tokens: _Optional[int] = ..., step_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., late_seconds: _Optional[float] = ..., is_chosen: _Optional[bool] = ...) -> None: ...
+
+class ExplainedFleet(_message.Message):
+    __slots__ = ("now", "last_change")
+    NOW_FIELD_NUMBER: _ClassVar[int]
+    LAST_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    now: ExplainedGroups
+    last_change: ExplainedGroups
+    def __init__(self, now: _Optional[_Union[ExplainedGroups, _Mapping]] = ..., last_change: _Optional[_Union[ExplainedGroups, _Mapping]] = ...) -> None: ...
+
+class ExplainedGroups(_message.Message):
+    __slots__ = ("seconds_ago", "to", "num_sequences", "arrangements", "reason", "why")
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    FROM_FIELD_NUMBER: _ClassVar[int]
+    TO_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ARRANGEMENTS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    seconds_ago: float
+    to: str
+    num_sequences: int
+    arrangements: _containers.RepeatedCompositeFieldContainer[ArrangementPrice]
+    reason: str
+    why: str
+    def __init__(self, seconds_ago: _Optional[float] = ..., to: _Optional[str] = ..., num_sequences: _Optional[int] = ..., arrangements: _Optional[_Iterable[_Union[ArrangementPrice, _Mapping]]] = ..., reason: _Optional[str] = ..., why: _Optional[str] = ..., **kwargs) -> None: ...
+
+class ArrangementPrice(_message.Message):
+    __slots__ = ("arrangement", "wait_seconds", "switch_seconds", "is_chosen")
+    ARRANGEMENT_FIELD_NUMBER: _ClassVar[int]
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    arrangement: str
+    wait_seconds: float
+    switch_seconds: float
+    is_chosen: bool
+    def __init__(self, arrangement: _Optional[str] = ..., wait_seconds: _Optional[float] = ..., switch_seconds: _Optional[float] = ..., is_chosen: _Optional[bool] = ...) -> None: ...
+
 class GetLoadRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...

@@ -417,6 +417,11 @@ class AdminStub:
                 request_serializer=serving_dot_proto_dot_shiftjax__pb2.GetServerRequest.SerializeToString,
                 response_deserializer=serving_dot_proto_dot_shiftjax__pb2.Server.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/shiftjax.v1.Admin/Explain',
+                request_serializer=serving_dot_proto_dot_shiftjax__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=serving_dot_proto_dot_shiftjax__pb2.Explanation.FromString,
+                _registered_method=True)
         self.GetLoad = channel.unary_unary(
                 '/shiftjax.v1.Admin/GetLoad',
                 request_serializer=serving_dot_proto_dot_shiftjax__pb2.GetLoadRequest.SerializeToString,
@@ -459,6 +464,12 @@ class AdminServicer:
     """
 
     def GetServer(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -513,6 +524,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetServer,
                     request_deserializer=serving_dot_proto_dot_shiftjax__pb2.GetServerRequest.FromString,
                     response_serializer=serving_dot_proto_dot_shiftjax__pb2.Server.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=serving_dot_proto_dot_shiftjax__pb2.ExplainRequest.FromString,
+                    response_serializer=serving_dot_proto_dot_shiftjax__pb2.Explanation.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
@@ -578,6 +594,33 @@ class Admin:
             '/shiftjax.v1.Admin/GetServer',
             serving_dot_proto_dot_shiftjax__pb2.GetServerRequest.SerializeToString,
             serving_dot_proto_dot_shiftjax__pb2.Server.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shiftjax.v1.Admin/Explain',
+            serving_dot_proto_dot_shiftjax__pb2.ExplainRequest.SerializeToString,
+            serving_dot_proto_dot_shiftjax__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,14 @@ class AdminServicer(pb_grpc.AdminServicer):
         )
 
     @method
+    async def Explain(
+        self, request: pb.ExplainRequest, context: aio.ServicerContext
+    ) -> pb.Explanation:
+        """Why steps, sizes and groups are as they are, beside what others would have cost."""
+        _, engine = self._service.generating()
+        return pb.Explanation(**await engine.explanations.whole())
+
+    @method
     async def GetLoad(self, request: pb.GetLoadRequest, context: aio.ServicerContext) -> pb.Load:
         """Gauges and counters of now."""
         return self._load()

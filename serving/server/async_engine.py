@@ -13,6 +13,7 @@ from serving.server.async_requests import AsyncRequests, Watches
 from serving.server.bottleneck import StepInFlight
 from serving.server.engine_thread import EngineThread, Turn
 from serving.server.errors import ServeError, internal_error, unknown_model
+from serving.server.explaining import Explanations
 from serving.server.handle import RequestHandle
 from serving.server.kv_events import KvEvents
 from serving.server.mode_choice import capacity_of, choice_of, step_in_flight
@@ -81,6 +82,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         self._num_obeyed = 0
         self._submitted: dict[int, tuple[int, int]] = {}  # command -> sequences, prompt tokens
         self._waits = Waits(lambda: self.call(Engine.waiting))
+        self.explanations = Explanations(self._ask)
         self.kv_events = kv_events
         if kv_events is not None:
             self._tell_of_blocks(engine, kv_events)
@@ -294,6 +296,9 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
 
     async def call[T](self, function: Callable[[Engine], T]) -> T:
         """Run a function on the engine's thread, between steps, and return what it returns."""
+        return await asyncio.wrap_future(self._ask(function))
+
+    def _ask[T](self, function: Callable[[Engine], T]) -> Future[T]:
         future: Future[T] = Future()
 
         def command(engine: Engine) -> None:
@@ -305,7 +310,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
                 future.set_exception(error)
 
         self._thread.post(command)
-        return await asyncio.wrap_future(future)
+        return future
 
     # ------------------------------------------------------------------ control
 

@@ -6,8 +6,6 @@ from typing import Any
 from serving.server.bottleneck import StepInFlight
 from shiftjax.core.engine import Engine
 from shiftjax.core.lane import Flight, Lane
-from shiftjax.core.policies import CostPolicy
-from shiftjax.core.policy import Policy
 from shiftjax.costs.buckets import doubling
 from shiftjax.costs.expert_modes import ExpertModes
 from shiftjax.fleet.regrouping import Fleet
@@ -19,9 +17,9 @@ def choice_of(engine: Engine) -> dict[str, Any]:
     """The policy, its threshold or predictions, and the modes that it chooses among.
 
     They are those of the widest group. `modes`: a step splits its tokens over `sp` of the `width`
-    units; `groups`: how many step side by side, None where that changes. `predicted`, of a policy
-    by cost: (tokens that steps are padded to, seconds by mode), without attention, which takes the
-    same in all modes. `experts`: (tokens, how many ways a step of each mode splits experts, and
+    units; `groups`: how many step side by side, None where that changes. `predicted`, where costs
+    are known: (tokens that steps are padded to, seconds by mode), without attention, which takes
+    the same in all modes. `experts`: (tokens, how many ways a step of each mode splits experts, and
     why). `fleet_rule`: when groups change. To be called before the engine runs.
     """
     lane = max(engine.lanes, key=lambda lane: lane.group.width)
@@ -31,7 +29,7 @@ def choice_of(engine: Engine) -> dict[str, Any]:
         "policy": policy.name,
         "threshold": policy.most_shifted,
         "modes": [mode._asdict() | {"label": mode.label} for mode in policy.modes_used(lane.modes)],
-        "predicted": _predicted(policy, lane.modes),
+        "predicted": _predicted(lane, policy.modes_used(lane.modes)),
         "experts": _experts(lane, policy.modes_used(lane.modes)),
         "groups": None if fleet is not None else len(engine.lanes),
         "fleet_rule": None if fleet is None else fleet.policy.rule(),
@@ -74,13 +72,13 @@ def step_in_flight(engine: Engine) -> StepInFlight | None:
     return StepInFlight(flight.mode.label, plan.num_tokens, len(plan.scheduled), units)
 
 
-def _predicted(policy: Policy, modes: Sequence[Mode]) -> list[tuple[int, dict[str, float]]]:
-    if not isinstance(policy, CostPolicy):
+def _predicted(lane: Lane, modes: Sequence[Mode]) -> list[tuple[int, dict[str, float]]]:
+    if lane.costs is None:
         return []
     rows: dict[int, dict[str, float]] = {}
-    for bucket in policy.costs.stages[0].buckets:
+    for bucket in lane.costs.stages[0].buckets:
         size = bucket.tokens, bucket.rows
-        seconds = {mode.label: policy.costs.mode_seconds(mode, size) for mode in modes}
+        seconds = {mode.label: lane.costs.mode_seconds(mode, size) for mode in modes}
         rows.setdefault(bucket.tokens, seconds)
     return list(rows.items())
 

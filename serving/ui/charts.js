@@ -70,7 +70,7 @@ function steps(data) {
     }
   }
   if (has) rule(chart, y(threshold + 0.5), `base from ${threshold + 1} tokens`);
-  if (cross) rule(chart, y(cross + 0.5), `shift is predicted to be quickest up to ${cross} tokens`);
+  if (cross) rule(chart, y(cross + 0.5), `predicted: shift is quickest up to ${cross}`, has);
   marks({ ...chart, x }, columns.failed, "failed");
   line({ ...chart, x }, data);
   const total = stepsIn(data, 0, columns.tokens.length);
@@ -79,7 +79,7 @@ function steps(data) {
   describe(canvas, `Tokens per step, last ${span(data.span)}: ${words.join(", ") || "no steps"}. Arrow keys go through time.`);
 }
 
-// Milliseconds a step, by mode; a policy by cost has said before what it expected of each.
+// Milliseconds a step, by mode, and what was predicted of each, where costs are known.
 function seconds(data) {
   const { columns, model } = data;
   const count = columns.tokens.length;
@@ -205,9 +205,12 @@ const indexAt = (data, time) =>
   Math.max(0, Math.min(data.columns.tokens.length - 1, Math.floor((time - data.start) / data.seconds)));
 const HINT = "Point at a chart, or go through it with the arrow keys, to see what a step would have been otherwise.";
 
+// What the last step with prompts takes, and would in other sizes.
+const sizes = ({ step_sizes: told }) => (told?.last ? `The last size of a step with prompts: ${told.last}. ` : "");
+
 function readout() {
   if (!shown?.model) return;
-  const words = cursor === null ? [...summary(shown), HINT] : explain(shown, indexAt(shown, cursor));
+  const words = cursor === null ? [...summary(shown), sizes(shown), HINT] : explain(shown, indexAt(shown, cursor));
   $("readout").replaceChildren(...words);
 }
 

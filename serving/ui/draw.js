@@ -60,8 +60,8 @@ export function times({ context, width, height }, seconds) {
   }
 }
 
-// A dashed line with words at its right end.
-export function rule({ context, width }, y, text, name = "ink") {
+// A dashed line with words at its left end, or at its right one.
+export function rule({ context, width }, y, text, isRight = false, name = "ink") {
   context.save();
   context.strokeStyle = context.fillStyle = colour(name);
   context.lineWidth = 1;
@@ -75,10 +75,11 @@ export function rule({ context, width }, y, text, name = "ink") {
   context.globalAlpha = 0.85;
   context.fillStyle = colour("card");
   const base = y < 18 ? y + 13 : y - 4; // above the line, if there is room
-  context.fillRect(LEFT + 5, base - 10, room + 6, 13);
+  const left = isRight ? width - room - 8 : LEFT + 8;
+  context.fillRect(left - 3, base - 10, room + 6, 13);
   context.globalAlpha = 1;
   context.fillStyle = colour(name);
-  context.fillText(text, LEFT + 8, base);
+  context.fillText(text, left, base);
   context.restore();
 }
 

@@ -2,6 +2,7 @@
 
 import { $ } from "./server.js";
 import { colour, prepare, roundUp, short, span, times, BOTTOM, LEFT } from "./draw.js";
+import { groups } from "./explain.js";
 import { kindOf } from "./modes.js";
 
 const SECONDS = 60; // that the strip shows
@@ -82,6 +83,7 @@ export function strip(data) {
   canvas.dataset.changes = String(fleet.changes.length);
   canvas.dataset.entries = String(entries.length);
   words(data);
+  groups(data);
 }
 
 // The width of a group, where there is room for it.

@@ -2,6 +2,7 @@
 
 import { $ } from "./server.js";
 import { duration, many, span, whole } from "./draw.js";
+import { sampled } from "./explain.js";
 
 export const KINDS = ["base", "between", "shift"];
 export const kindOf = (mode) => (mode === "base" || mode === "shift" ? mode : "between");
@@ -32,7 +33,7 @@ function share(mode, model, tokens) {
   return `${whole(Math.ceil(tokens / mode.sp))} of ${size} with ${weights}`;
 }
 
-// Seconds that a policy by cost foretells for a step, by mode; undefined: it does not.
+// Seconds that are predicted for a step but for attention, by mode; undefined: costs are unknown.
 export function predicted(choice, tokens) {
   const rows = choice?.predicted ?? [];
   return (rows.find(([most]) => most >= tokens) ?? rows.at(-1))?.[1];
@@ -53,24 +54,25 @@ function rule(choice, kind, tokens) {
   const { policy, threshold, modes } = choice;
   if (modes.length === 1) return policy === "threshold" ? "the only mode" : `always: policy ${policy}`;
   if (policy === "threshold") return kind === "shift" ? `base from ${threshold + 1}` : `shift up to ${threshold}`;
-  const seconds = Object.entries(predicted(choice, tokens) ?? {});
-  return `predicted: ${seconds.map(([mode, each]) => `${mode} ${duration(each)}`).join(", ")}`;
+  return "predicted to be quickest";
 }
 
-// Of a kind of step that was: what the same step would have been in other modes.
-function otherwise(data, kind, tokens) {
+// Of a kind of step that was in a column: what the same step would have been in other modes.
+function otherwise(data, index, kind, tokens) {
   const { model } = data;
-  if (!model.choice.groups) return ""; // groups of a fleet: each step has had its own width
+  const from = data.start + index * data.seconds;
+  const told = sampled(data, from, from + data.seconds, (mode) => kindOf(mode) === kind);
+  if (!model.choice.groups) return told; // groups of a fleet: each step has had its own width
   const others = model.choice.modes.filter((mode) => kindOf(mode.label) !== kind);
   const mean = stepsIn(data, 0, data.columns.tokens.length);
   return others.map((mode) => {
     const name = mode.label.toUpperCase();
     const seconds = predicted(model.choice, tokens)?.[mode.label];
     const seen = mean.find((each) => each.kind === kindOf(mode.label) && each.steps);
-    const guess = seconds ? `, predicted ${duration(seconds)}` : "";
+    const guess = seconds && !told ? `, predicted ${duration(seconds)}` : "";
     const known = seen ? `; its steps, of ${many(seen.tokens, "token")}, took ${duration(seen.seconds)}` : "";
     return `In ${name} it would have been ${share(mode, model, tokens)}${guess}${known}.`;
-  }).join(" ");
+  }).concat(told).join(" ");
 }
 
 // A kind of mode, with its colour.
@@ -94,7 +96,7 @@ export function summary(data) {
   })];
 }
 
-// The most tokens for which a policy by cost foretells that splitting none is quickest; null: none.
+// The most tokens for which splitting none is predicted to be quickest; null: none, or all.
 export function crossing(choice) {
   const rows = choice?.predicted ?? [];
   const isShift = ([, seconds]) => Object.values(seconds).every((each) => each >= seconds.shift);
@@ -118,7 +120,7 @@ export function explain(data, index) {
     if (!choice || choice.modes.length === 1) return line;
     const mode = choice.groups && modeOf(choice, kind);
     const did = mode ? `, every device computed ${share(mode, data.model, tokens)}` : "";
-    line.append(`${did} (${rule(choice, kind, tokens)}). ${otherwise(data, kind, tokens)}`);
+    line.append(`${did} (${rule(choice, kind, tokens)}). ${otherwise(data, index, kind, tokens)}`);
     return line;
   })];
 }

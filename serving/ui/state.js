@@ -2,6 +2,7 @@
 
 import { $ } from "./server.js";
 import { duration, many, span } from "./draw.js";
+import { tellOtherwise } from "./explain.js";
 import { pictures, sentence } from "./modes.js";
 
 const clock = (seconds) => new Date(Date.now() + 1000 * seconds).toLocaleTimeString("en-GB"); // so far from now
@@ -86,6 +87,7 @@ export function tellNow(data) {
   const said = SENTENCES[data.state](data);
   tellStart(data.phases);
   tell(said);
+  tellOtherwise(data, said.label);
   tellBound(data.bound);
   pictures(data.model, data.fleet ? null : said.label);
 }
@@ -93,6 +95,7 @@ export function tellNow(data) {
 // Instead of data there was an error, since so many seconds.
 export function tellLoss(error, seconds) {
   tellBound(null);
+  $("otherwise").hidden = true;
   const isGone = error instanceof TypeError; // else the server has said something
   tell({
     kind: "failed",

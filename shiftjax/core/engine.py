@@ -27,6 +27,8 @@ from shiftjax.core.step_sizes import due_seconds
 from shiftjax.core.topology import Topology
 from shiftjax.parallel.grid import Mode
 
+# Told of a step that has ended, of its group, of its seconds, and when that was.
+Watcher = Callable[[Lane, Flight, float, float], None]
 Hold = Literal["none", "new", "all"]  # who has to wait: requests that no lane has, or everybody
 MOST_PASSED = 64  # requests that wait for a wider group, and that others may overtake
 logger = logging.getLogger(__name__)
@@ -44,7 +46,8 @@ class Engine:
     early, say because a request has come for another lane.
     For each prompt token a request may be passed for `patience` seconds by ones that come later.
     What `holds` says waits until it says otherwise. `version` is that of the weights.
-    `parts` are asked for states that the stats tell beside those of lanes and topology.
+    `parts` are asked for states that the stats tell beside those of lanes and topology;
+    `watchers` are told of every step that has ended.
     Tokens are stamped with `clock()`, read after the step's results are there, or with the `now`
     of the turn where there is no clock. Unseeded requests get seeds from `seed` and their number.
     """
@@ -62,6 +65,7 @@ class Engine:
         topology: Topology | None = None,  # that opens and closes the lanes; None: all are open
         patience: float = 0.0,
         parts: Sequence[Callable[[], Any]] = (),
+        watchers: Sequence[Watcher] = (),
     ):
         if not lanes:
             raise ValueError("An engine needs at least one group of devices.")
@@ -72,7 +76,7 @@ class Engine:
         self.wait = wait
         self.topology = topology or Topology(lanes)
         self.patience = patience
-        self.parts = parts
+        self.parts, self.watchers = parts, watchers
         self.holds: Hold = "none"
         self.version = 0
         self._seed = seed
@@ -124,11 +128,14 @@ class Engine:
             plan = lane.scheduler.schedule(now, num_queued, lane.last_mode, plans, overlap)
             if plan is None:
                 return False
-            mode = self._choose(lane, plan) if plan.scheduled else lane.last_mode or lane.modes[0]
+            last_mode, num_waiting = lane.last_mode, len(self._queued) + len(lane.scheduler.waiting)
+            mode = last_mode or lane.modes[0]
+            if plan.scheduled:
+                mode = self._choose(lane, plan, num_waiting)
             if not plans:
                 lane.progress_at = max(lane.progress_at, now)  # `now` may be before a commit
             handle = lane.runner.run(plan, mode, lane.last_handle(plan.micro_batch))
-            lane.in_flight.append(Flight(plan, mode, handle, bool(plans)))
+            lane.in_flight.append(Flight(plan, mode, handle, bool(plans), last_mode, num_waiting))
         except Exception as error:
             lane.in_flight.append(Failure(plan, error))
         return True
@@ -153,6 +160,8 @@ class Engine:
             seconds = lane.end_step(flight, done_at)
             if flight.plan.scheduled:
                 self.ended_steps.append(ended_step(flight, seconds))
+                for watch in self.watchers:
+                    watch(lane, flight, seconds, done_at)
             for event in lane.scheduler.commit(flight.plan, flight.mode, output, done_at):
                 events.append(event)  # one by one: they count even if a later one fails
             self.topology.has_stepped(lane)
@@ -186,8 +195,7 @@ class Engine:
         lane.runner.reset()
         return events
 
-    def _choose(self, lane: Lane, plan: StepPlan) -> Mode:
-        num_waiting = len(self._queued) + len(lane.scheduler.waiting)
+    def _choose(self, lane: Lane, plan: StepPlan, num_waiting: int) -> Mode:
         policy = lane.policy or self.policy
         mode = policy.choose(plan, lane.modes, num_waiting, lane.last_mode)
         self._steps[mode.label, lane.group.width] += 1

@@ -4,12 +4,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shiftjax.core.policy import Policy
 from shiftjax.core.request import Request, Runner, StepPlan
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.parallel.grid import Group, Mode
+
+if TYPE_CHECKING:
+    from shiftjax.costs.group_costs import GroupCosts
 
 LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 50e-6, 1e-3  # between looks at several groups
 
@@ -26,6 +29,8 @@ class Flight(NamedTuple):
     mode: Mode
     handle: Any
     is_ahead: bool = False  # given while the step before was in flight, so planning was hidden
+    last_mode: Mode | None = None  # what its mode was chosen after; None: its group had no step
+    num_waiting: int = 0  # sequences that were not in it, lacking room
 
     @property
     def has_proposals(self) -> bool:
@@ -62,6 +67,7 @@ class Lane:
     awaited: Flight | Failure | None = None  # not in flight any more: its results are waited for
     group: Group = FIRST_UNIT
     policy: Policy | None = None  # that chooses its modes; None: the engine's
+    costs: "GroupCosts | None" = None  # of its steps, as decisions believe; None: unknown
     state: Literal["open", "leaving", "closing", "paused", "idle"] = "open"
     last_mode: Mode | None = None
     progress_at: float = 0.0  # when its last step ended, or one began with nothing in flight

@@ -65,6 +65,14 @@ class ThresholdPolicy(Policy):
         """The same without summing up the work, which takes longer."""
         return self._mode(modes, plan.num_tokens)
 
+    def reason(self, mode: Mode, work: Work, modes: Sequence[Mode], last_mode: Mode | None) -> str:
+        """The number of tokens beside the threshold."""
+        if len(modes) == 1:
+            return "the only mode"
+        side = "more than" if work.num_tokens > self.threshold else "up to"
+        tokens = f"{work.num_tokens:,} token{'s' * (work.num_tokens != 1)}"
+        return f"{tokens}, {side} the threshold of {self.threshold:,}"
+
     def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """One, but for the bucket that holds the threshold."""
         return list(dict.fromkeys(self._mode(modes, n) for n in (bucket.tokens, least)))
@@ -95,6 +103,10 @@ class FixedPolicy(Policy):
     ) -> Mode:
         """The same without summing up the work."""
         return modes[self.place]
+
+    def reason(self, mode: Mode, work: Work, modes: Sequence[Mode], last_mode: Mode | None) -> str:
+        """Whatever the work."""
+        return f"always {self.name}"
 
     def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """The one."""
@@ -163,6 +175,18 @@ class CostPolicy(Policy):
     ) -> Mode:
         """Compare the predictions for a step of this size."""
         return self._choose(self.costs.size_of(work), modes, num_waiting > 0, last_mode)
+
+    def reason(self, mode: Mode, work: Work, modes: Sequence[Mode], last_mode: Mode | None) -> str:
+        """Whether it is predicted to be quickest, by what is predicted now."""
+        if len(modes) == 1:
+            return "the only mode"
+        size = self.costs.size_of(work)
+        best = min(modes, key=lambda each: self.costs.mode_seconds(each, size))
+        if mode == best:
+            return "predicted to be quickest"
+        if mode == last_mode:
+            return f"{best.label} would be quicker by less than a switch is worth"
+        return f"{best.label} is predicted to be quicker by now, or is not compiled for this size"
 
     def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """Those that some queue and some step before would lead to."""

@@ -87,6 +87,10 @@ class Policy(ABC):
         """The mode of this step: that of its work."""
         return self.mode_of(work_of(plan), modes, num_waiting, last_mode)
 
+    def reason(self, mode: Mode, work: Work, modes: Sequence[Mode], last_mode: Mode | None) -> str:
+        """Why a step of this work has run in `mode`, for people; asked later, if at all."""
+        return f"policy {self.name}"
+
     def wanted(self, modes: Sequence[Mode], least: int, bucket: "Bucket") -> list[Mode]:
         """The modes it may choose for steps of `least` tokens or more in a bucket.
 

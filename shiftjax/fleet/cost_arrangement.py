@@ -103,11 +103,11 @@ class CostArrangement:
         if not view.num_sequences or view.now - self._compared_at < COMPARE_SECONDS:
             return None
         self._compared_at = view.now
-        nodes = _Nodes(self, view, self._load)
+        nodes = Nodes(self, view, self._load)
         best = nodes.best_partition()
         if best is None or best == view.arrangement:
             return None
-        switch = self._switch_seconds(view, best)
+        switch = self.switch_seconds(view, best)
         changed = [group for group in best if group not in view.arrangement]
         units = [unit for g in changed for unit in range(g.first, g.first + g.width)]
         if any(self._held_until.get(unit, 0.0) > view.now for unit in units):
@@ -125,7 +125,7 @@ class CostArrangement:
         wider = max(g.width for g in best) > max(g.width for g in view.arrangement)
         return Wish(best, "quicker" if wider else "throughput")
 
-    def _switch_seconds(self, view: FleetView, new: Arrangement) -> float:
+    def switch_seconds(self, view: FleetView, new: Arrangement) -> float:
         """Seconds in which the changed groups do not step: moves, and the overlap that is lost."""
         seconds = 0.0
         for old, group in view.groups.items():
@@ -140,7 +140,7 @@ class CostArrangement:
         return seconds
 
 
-class _Nodes:
+class Nodes:
     """The groups of the binary tree over the units, and what each would take."""
 
     def __init__(self, policy: CostArrangement, view: FleetView, load: Load):
@@ -165,7 +165,7 @@ class _Nodes:
     def _best_of(self, node: Group) -> tuple[float, Arrangement]:
         if node not in self._best:
             choices: list[tuple[float, Arrangement]] = []
-            if node.width in self.policy.widths and self._is_possible(node):
+            if node.width in self.policy.widths and self.is_possible(node):
                 choices.append((self._of(node), (node,)))
             if node.width > min(self.policy.widths):
                 left, right = (self._best_of(half) for half in node.halves())
@@ -174,7 +174,8 @@ class _Nodes:
             self._best[node] = best
         return self._best[node]
 
-    def _is_possible(self, node: Group) -> bool:
+    def is_possible(self, node: Group) -> bool:
+        """Whether all that is on the units of a group could run in it."""
         view = self.view
         for group, held in view.groups.items():
             if group.overlaps(node) and node.width < held.needed_width <= group.width:

@@ -32,6 +32,7 @@ from shiftjax.core.lane import Lane, least_loaded
 from shiftjax.core.limits import RequestLimits
 from shiftjax.core.request import Request, SequenceState
 from shiftjax.core.topology import Topology
+from shiftjax.fleet.alternatives import Alternatives
 from shiftjax.fleet.fleet_policy import FleetPolicy, Wish
 from shiftjax.fleet.handover import Handover, Mover, hand_over, make_room, start_anew
 from shiftjax.fleet.needs import Needs
@@ -80,7 +81,7 @@ class Fleet(Topology):
     """The groups of all widths over the same units, of which an arrangement is open.
 
     `lanes` are one for every group. `policy` says which shall be open; it is asked when a request
-    has come or gone, and every `arrange_seconds` of the rules.
+    has come or gone, and every `arrange_seconds` of the rules. `alternatives` sees what it sees.
     """
 
     def __init__(
@@ -91,13 +92,14 @@ class Fleet(Topology):
         mover: Mover,
         limits: RequestLimits,
         rules: SwitchRules = DEFAULT_RULES,
+        alternatives: Alternatives | None = None,  # None: costs are unknown
     ):
         self.lanes: Mapping[Group, Lane] = {lane.group: lane for lane in lanes}
         self.arrangement = arrangement
         self.limits = limits
         self.policy = policy
         self.mover = mover
-        self.rules = rules
+        self.rules, self.alternatives = rules, alternatives
         self.is_draining = False
         self.stats = FleetStats()
         self.history: deque[Turn] = deque(maxlen=MOST_REMEMBERED)
@@ -148,6 +150,8 @@ class Fleet(Topology):
             open_now = [self.lanes[group] for group in self.arrangement]
             view = self.needs.view(open_now, queue, num_queued, now, num_seen)
             wish = self.policy.arrange(view)
+            if self.alternatives is not None:
+                self.alternatives.saw(view, wish)
             if wish is not None and wish.arrangement != self.arrangement:
                 self.begin(wish, now, queue)
         except Exception as error:

@@ -10,6 +10,7 @@ from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.machine import Machine
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.fleet import switching
+from shiftjax.fleet.alternatives import Alternatives
 from shiftjax.fleet.cost_arrangement import CostArrangement
 from shiftjax.fleet.fleet_policy import (
     FixedArrangement,
@@ -57,13 +58,17 @@ def make_fleet(
 
         rules = rules._replace(kind_of_bind=kind_of_bind)
     first = first_arrangement(deployment)
-    return Fleet(lanes, first, policy, mover, deployment.limits, rules)
+    prices = _cost_arrangement(deployment, lanes, policies, costs)
+    others = None if prices is None else Alternatives(prices)
+    return Fleet(lanes, first, policy, mover, deployment.limits, rules, others)
 
 
 def forget_prices(fleet: Fleet) -> None:
     """Have a policy ask anew for what it has kept of the costs of steps."""
     if isinstance(fleet.policy, CostArrangement):
         fleet.policy.steps.forget()
+    if fleet.alternatives is not None:
+        fleet.alternatives.prices.steps.forget()
 
 
 def move_costs(deployment: Deployment, machine: Machine) -> MoveCosts:
@@ -90,16 +95,36 @@ def make_fleet_policy(
     """The policy that the settings name."""
     options, widths = deployment.fleet, deployment.widths
     traits = options.traits
-    needs = NeedPolicy(widths, URGENT if traits.binds_urgent else (), widths[-1])
+    needs = _needs(deployment)
     if deployment.fixed is not None:
         return FixedArrangement(deployment.fixed)
     if traits.has_bounds:
         return LoadPolicy(widths, options.bind_at, options.release_at, needs)
     if not traits.needs_costs:
         return needs
+    policy = _cost_arrangement(deployment, lanes, policies, costs)
+    assert policy is not None  # it is known what it costs, as the settings need it
+    return policy
+
+
+def _needs(deployment: Deployment) -> NeedPolicy:
+    urgent = URGENT if deployment.fleet.traits.binds_urgent else ()
+    return NeedPolicy(deployment.widths, urgent, deployment.widths[-1])
+
+
+def _cost_arrangement(
+    deployment: Deployment,
+    lanes: Sequence[Lane],
+    policies: Mapping[int, Policy],
+    costs: Mapping[int, GroupCosts | None],
+) -> CostArrangement | None:
+    """The arrangement by costs; None where those of a width are unknown."""
+    widths = deployment.widths
     known = {width: model for width, model in costs.items() if model is not None}
+    if len(known) < len(widths):
+        return None
     modes = {lane.group.width: lane.modes for lane in lanes}
     sizes = {lane.group.width: lane.scheduler.sizes for lane in lanes}
     steps = StepPrices(known, modes, policies, sizes, deployment.max_num_batched_tokens)
     moves = move_costs(deployment, known[widths[-1]].machine)
-    return CostArrangement(widths, steps, moves, needs)
+    return CostArrangement(widths, steps, moves, _needs(deployment))

@@ -19,33 +19,53 @@ REASONS = {
 }
 
 
-class Choice(NamedTuple):
-    """A size, and the largest one there was; seconds of a step."""
+class Option(NamedTuple):
+    """A size, and what it costs those who wait, until all that waits is done."""
 
-    size: int  # tokens
-    seconds: float
-    largest: int
-    largest_seconds: float
+    tokens: int
+    step_seconds: float
+    first_token_seconds: float  # until first tokens, summed over prompts, those to come too
+    late_seconds: float  # that tokens of decodes come later, summed
+
+
+class Choice(NamedTuple):
+    """The size that was chosen, and the largest and the smallest that there were."""
+
+    chosen: Option
+    largest: Option
+    smallest: Option
     num_decodes: int
-    later: float  # the share by which first tokens come later than with the largest size
+    num_prompts: int
+    reason: str
 
     @property
     def delay(self) -> float:
         """Seconds that a decode does not wait, because the step is no larger."""
-        return self.largest_seconds - self.seconds
+        return self.largest.step_seconds - self.chosen.step_seconds
 
     @property
     def words(self) -> str:
         """The same in a sentence."""
-        chosen = f"{self.size:,} tokens: {1e3 * self.seconds:.0f} ms"
-        if self.size == self.largest:
-            return f"{chosen}, the largest that there is work for"
-        when = "later" if self.later > 0 else "sooner"
-        return (
-            f"{chosen}. {self.largest:,} would take {1e3 * self.largest_seconds:.0f} ms: "
-            f"{self.num_decodes} decodes {1e3 * self.delay:.0f} ms later; first tokens come "
-            f"{abs(self.later):.0%} {when} this way (limit {SLACK:.0%} later)"
-        )
+        chosen, largest, smallest = self.chosen, self.largest, self.smallest
+        words = f"{chosen.tokens:,} tokens: {1e3 * chosen.step_seconds:.0f} ms"
+        if chosen == largest:
+            words += ", the largest that there is work for"
+        else:
+            later = chosen.first_token_seconds / largest.first_token_seconds - 1
+            when = "later" if later > 0 else "sooner"
+            words += (
+                f". {_would_take(largest)}: {self.num_decodes} decodes {1e3 * self.delay:.0f} ms "
+                f"later; first tokens come {abs(later):.0%} {when} this way "
+                f"(limit {SLACK:.0%} later)"
+            )
+        if smallest in (chosen, largest):
+            return words
+        times = smallest.first_token_seconds / chosen.first_token_seconds
+        return f"{words}. {_would_take(smallest)}: first tokens {times:.1f} times as late"
+
+
+def _would_take(option: Option) -> str:
+    return f"{option.tokens:,} would take {1e3 * option.step_seconds:.0f} ms"
 
 
 @dataclass(slots=True)
@@ -70,18 +90,18 @@ class SizeStats:
         seconds: Callable[[int, int], float],
     ) -> None:
         """Count the choice of `best` among what was `found`, the largest first."""
-        largest, total = found[0], queue.ends[-1] + queue.more_tokens
-        room = [min(sizes[each.place] - queue.num_decodes, total) for each in (best, largest)]
-        self.last = Choice(
-            sizes[best.place],
-            queue.depth * seconds(best.place, room[0]),
-            sizes[largest.place],
-            queue.depth * seconds(largest.place, room[1]),
-            queue.num_decodes + queue.num_others,
-            best.sized.first / largest.sized.first - 1,
-        )
-        self.steps[sizes[best.place], _reason(found, best)] += 1
-        self.avoided_seconds += self.last.num_decodes * max(0.0, self.last.delay)
+        total, reason = queue.ends[-1] + queue.more_tokens, _reason(found, best)
+
+        def option(each: Candidate) -> Option:
+            room = min(sizes[each.place] - queue.num_decodes, total)
+            took = queue.depth * seconds(each.place, room)
+            return Option(sizes[each.place], took, each.sized.first, each.sized.late)
+
+        options = option(best), option(found[0]), option(found[-1])
+        num_decodes = queue.num_decodes + queue.num_others
+        self.last = Choice(*options, num_decodes, len(queue.ends) + queue.num_more, reason)
+        self.steps[self.last.chosen.tokens, reason] += 1
+        self.avoided_seconds += num_decodes * max(0.0, self.last.delay)
 
 
 def _reason(found: Sequence[Candidate], best: Candidate) -> str:
@@ -102,6 +122,15 @@ def page_part(stats: SizeStats) -> dict[str, Any]:
     words = "" if stats.last is None else stats.last.words
     sizes = {str(size): by_size[size] for size in sorted(by_size)}
     return {"steps": sizes, "reasons": dict(by_reason), "last": words}
+
+
+def plain_choice(choice: Choice) -> dict[str, Any]:
+    """A choice as plain data: its sizes, the largest first."""
+    sizes = dict.fromkeys((choice.largest, choice.chosen, choice.smallest))
+    rows = [each._asdict() | {"is_chosen": each == choice.chosen} for each in sizes]
+    rows.sort(key=lambda row: -row["tokens"])
+    values = {"num_decodes": choice.num_decodes, "num_prompts": choice.num_prompts}
+    return {"reason": choice.reason, "why": REASONS[choice.reason], **values, "sizes": rows}
 
 
 def metrics(stats: SizeStats | None) -> Iterator[Metric]:

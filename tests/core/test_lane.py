@@ -133,12 +133,15 @@ class Listening:
 def test_a_policy_is_told_how_many_wait_and_the_mode_before(num_requests, n):
     policy = Listening()
     engine, _, clock = make(QUICK, max_num_seqs=1, policy=policy)
+    flights = []
+    engine.watchers = [lambda lane, flight, seconds, at: flights.append(flight)]
     for number in range(num_requests):
         engine.add_request(make_request(str(number), [1], n=n, max_tokens=1, ignore_eos=True))
     while engine.has_work():
         engine.step(clock.now)
     shift = engine.lanes[0].modes[-1]
     assert policy.told == [(2, None), (1, shift), (0, shift)]
+    assert [(flight.num_waiting, flight.last_mode) for flight in flights] == policy.told
 
 
 def test_decodes_count_towards_the_threshold_like_prompt_tokens():

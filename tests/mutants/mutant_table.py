@@ -7,6 +7,7 @@ from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
 from rows_experts import ROWS as EXPERTS
+from rows_explain import ROWS as EXPLAIN
 from rows_four_bits import ROWS as FOUR_BITS
 from rows_fp8 import ROWS as FP8
 from rows_heads import ROWS as HEADS
@@ -26,7 +27,7 @@ from rows_time import ROWS as TIME
 from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
-    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *FOUR_BITS, *FP8, *HEADS),
-    *(*LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS, *ROUTING),
-    *(*SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
+    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *EXPLAIN, *FOUR_BITS),
+    *(*FP8, *HEADS, *LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS),
+    *(*ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
 )

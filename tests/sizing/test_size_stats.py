@@ -9,7 +9,7 @@ from shiftjax.sim.named import deploy
 from shiftjax.sim.replay import serve
 from shiftjax.sim.sim_backend import make_engine
 from shiftjax.sizing.drain import Queue, candidates
-from shiftjax.sizing.size_stats import SizeStats, metrics, page_part
+from shiftjax.sizing.size_stats import SizeStats, metrics, page_part, plain_choice
 
 SIZES = [128, 1024, 8192]
 MILLISECONDS = {128: 20, 1024: 40, 8192: 150}
@@ -35,7 +35,8 @@ def test_the_sentence_says_what_the_largest_step_would_have_cost():
     assert (size, reason) == (1024, "least")
     assert stats.last is not None and stats.last.words == (
         "1,024 tokens: 40 ms. 8,192 would take 150 ms: 100 decodes 110 ms later; "
-        "first tokens come 60% sooner this way (limit 10% later)"
+        "first tokens come 60% sooner this way (limit 10% later). "
+        "128 would take 20 ms: first tokens 16.3 times as late"
     )
     assert stats.avoided_seconds == pytest.approx(100 * 0.11)
 
@@ -46,8 +47,28 @@ def test_every_reason_is_told_apart():
     long, quick = Queue(100, [9000]), (0.020, 0.025, 0.150)
     guarded = told(long, seconds=lambda i, n: quick[i])
     assert list(guarded.steps) == [(8192, "guard")]
-    assert guarded.last.words == "8,192 tokens: 150 ms, the largest that there is work for"
+    assert guarded.last.words == (
+        "8,192 tokens: 150 ms, the largest that there is work for. "
+        "128 would take 20 ms: first tokens 36.8 times as late"
+    )
     assert list(told(long, 1, lambda i, n: quick[i]).steps) == [(1024, "targets")]
+
+
+def test_sizes_cost_those_who_wait_what_was_compared():
+    """The largest, the chosen and the smallest, with the sums that the choice was made by."""
+    queue = Queue(100, [900, 1800])
+    by_size = {SIZES[each.place]: each for each in candidates(SIZES, 8192, queue, seconds)}
+    told_of = plain_choice(told(queue).last)
+    assert (told_of["reason"], told_of["why"]) == ("least", "it costs least")
+    assert (told_of["num_decodes"], told_of["num_prompts"]) == (100, 2)
+    assert [row["tokens"] for row in told_of["sizes"]] == [8192, 1024, 128]
+    for row in told_of["sizes"]:
+        sized = by_size[row["tokens"]].sized
+        assert row["step_seconds"] == MILLISECONDS[row["tokens"]] / 1e3
+        assert (row["first_token_seconds"], row["late_seconds"]) == (sized.first, sized.late)
+        assert row["is_chosen"] == (row["tokens"] == 1024)
+    alone = plain_choice(told(Queue(0, [100])).last)
+    assert [(row["tokens"], row["is_chosen"]) for row in alone["sizes"]] == [(128, True)]
 
 
 def test_groups_are_told_together():

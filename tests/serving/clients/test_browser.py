@@ -7,10 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
+from in_thread import server_in_thread
 from kit import make_drafting_engine, make_engine, running_server
 
+from serving.run.simulated import open_simulated
+from serving.server.async_engine import AsyncEngine
+from serving.server.options import ServerOptions
 from serving.server.start_phases import Phases
+from shiftjax.config import EngineConfig
 from shiftjax.drafts.speculation import DraftStats
+from shiftjax.explain.explanation import UNKNOWN
 from shiftjax.parallel.grid import Group
 from shiftjax.targets import Target, Targets
 
@@ -217,6 +223,51 @@ def test_charts_say_what_would_have_been_otherwise(opened, server):
     opened.wait_for_selector("#requests[data-rows]:not([data-rows='0'])")
     assert opened.locator("#latency tbody tr").count() == 2
     assert opened.problems == []
+
+
+def test_where_costs_are_unknown_the_page_says_so(opened):
+    opened.wait_for_selector("#otherwise:has-text('Nothing is predicted')")
+    assert opened.inner_text("#otherwise") == UNKNOWN
+
+
+@pytest.mark.parametrize("fleet", [False, True], ids=["modes", "groups"])
+def test_the_page_says_what_others_would_have_cost(page, fleet):
+    """On simulated devices: the numbers are those of `/ui/data`, at desktop and phone widths."""
+    settings = {"fleet": True, "fleet_policy": "load"} if fleet else {"sp": 4, "tp": 2}
+    settings |= {"model": "llama-70b", "quantization": "fp8"}
+    opened = open_simulated(EngineConfig.from_options(**settings), ServerOptions(simulate="h200x8"))
+
+    def open_engine(service):
+        engine = AsyncEngine(opened.engine, opened.served.tokenizer, service.observers)
+        service.open(opened.served, engine)
+        return engine
+
+    body = {"prompt": "x" * 700, "max_tokens": 200, "ignore_eos": True}
+    with server_in_thread(open_engine, simulate="h200x8") as server, server.client() as client:
+        page.goto(f"{server.url}/ui")
+        with ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(client.post, COMPLETION, json=body) for _ in range(4)]
+            page.wait_for_selector("#otherwise:has-text('predicted SHIFT')")
+            text = page.inner_text("#otherwise")
+            assert {each.result().status_code for each in answers} == {200}
+        told = client.get("/ui/data").json()["explained"]
+        tokens, base = re.match(r"A step of (\d+) token.* BASE ([\d.]+) ms \(", text).groups()
+        rows = [step["predicted"] for step in told["steps"] if step["tokens"] == int(tokens)]
+        assert base in {f"{1e3 * each['base']:.3g}" for each in rows}
+        assert "up to the threshold of 256" in text
+        page.wait_for_selector("#readout:has-text('The last size of a step with prompts')")
+        assert page.is_visible("#groups-otherwise") == fleet
+        if fleet:
+            rows = page.locator("#groups-rows tr").all_inner_texts()
+            assert len(rows) == len(told["fleet"]["now"]["arrangements"]) == 4
+            assert page.inner_text("#groups-rows th.chosen") == "8" and "4 \u00d7 2" in rows[2]
+        for size in ({"width": 1400, "height": 900}, NARROW):
+            page.set_viewport_size(size)
+            page.wait_for_timeout(600)
+            over = page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+            assert over <= 0, size
+        page.goto("about:blank")
+    assert page.problems == []
 
 
 def test_a_hidden_page_asks_for_nothing(opened):

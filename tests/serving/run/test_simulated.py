@@ -6,6 +6,7 @@ import threading
 import grpc
 import pytest
 from engines import checkpoint
+from google.protobuf.json_format import MessageToDict
 from in_thread import server_in_thread
 from kit import (
     CHAT,
@@ -27,6 +28,8 @@ from serving.run.simulated import open_simulated
 from serving.server.async_engine import AsyncEngine
 from serving.server.options import ServerOptions
 from shiftjax.config import EngineConfig
+from shiftjax.costs.step_times import predicted
+from shiftjax.costs.work import Work
 from shiftjax.options import ConfigError
 
 LONG = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
@@ -41,16 +44,19 @@ def simulated(options=None, **settings):
 @pytest.fixture(scope="module")
 def server():
     """Of one sequence at a time; two more may wait."""
-    opened = simulated(**SIZES)
+    opened = opener(simulated(**SIZES))
+    with server_in_thread(opened, simulate="h200x8", max_num_queued_reqs=2) as running:
+        yield running
 
+
+def opener(opened):
     def open_engine(service):
         tokenizer = opened.served.tokenizer
         engine = AsyncEngine(opened.engine, tokenizer, service.observers, service.options)
         service.open(opened.served, engine)
         return engine
 
-    with server_in_thread(open_engine, simulate="h200x8", max_num_queued_reqs=2) as running:
-        yield running
+    return open_engine
 
 
 @pytest.fixture
@@ -96,6 +102,55 @@ def test_everybody_is_told_that_devices_are_simulated(server, client):
     assert client.get("/ui/data").json()["model"]["mesh"].startswith("simulated h200x8: ")
     told = {dict(labels).get("devices") for _, labels in metric_values(client)}
     assert "simulated h200x8" in told
+
+
+@pytest.mark.parametrize("fleet", [False, True], ids=["threshold", "fleet"])
+def test_it_tells_what_other_modes_sizes_and_groups_would_have_cost(tmp_path, fleet):
+    """JSON and gRPC say the same: the seconds of the cost model for the work that they tell."""
+    settings = {"fleet": True, "fleet_policy": "load"} if fleet else {"sp": 4, "tp": 2}
+    opened = simulated(model="llama-70b", quantization="fp8", **settings)
+    token = tmp_path / "token"
+    token.write_text("admin")
+    options = {"simulate": "h200x8", "admin_port": 0, "admin_token_file": str(token)}
+    with server_in_thread(opener(opened), **options) as server, server.client() as client:
+        body = {"prompt": "x" * 700, "max_tokens": 9, "ignore_eos": True}
+        assert client.post(COMPLETION, json=body).status_code == 200
+        told = client.get("/explain").json()
+        with grpc.insecure_channel(server.server.admin.address) as channel:
+            metadata = (("authorization", "Bearer admin"),)
+            same = rpc.AdminStub(channel).Explain(pb.ExplainRequest(), metadata=metadata)
+        page = client.get("/ui/data").json()["explained"]
+        costs = {lane.group.width: lane.costs for lane in opened.engine.lanes}
+    plain = MessageToDict(
+        same, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    assert plain.keys() == told.keys() and plain["sizes"] == told["sizes"]
+    assert [each["predicted"] for each in plain["steps"]] == [
+        each["predicted"] for each in told["steps"]
+    ]
+    assert told["policy"] == "threshold" and told["machine"] == "h200x8"
+    assert {each["mode"] for each in told["steps"]} >= {"base", "shift"}
+    for step in told["steps"]:
+        assert [each["mode"] for each in step["predicted"]] == ["base", "shift"]
+        cost = costs[step["width"]]
+        for mode, each in zip(modes_of(cost), step["predicted"], strict=True):
+            last = {"base": modes_of(cost)[0], "shift": modes_of(cost)[1]}.get(step["last_mode"])
+            work = Work(**step["work"])
+            assert each["seconds"] == predicted(cost, mode, last, work, step["is_hidden"])
+    assert told["sizes"][0]["sizes"][0]["tokens"] == 1024
+    assert {each["mode"] for each in page["steps"]} == {"base", "shift"} and not page["unknown"]
+    if fleet:
+        now, (begun, *_) = told["fleet"]["now"], plain["fleet"]["now"]["arrangements"]
+        assert now["from"] == "8" and "last_change" not in told["fleet"]
+        assert begun.keys() == now["arrangements"][0].keys()
+        assert len(page["fleet"]["now"]["arrangements"]) == len(now["arrangements"]) == 4
+    else:
+        assert "fleet" not in told
+
+
+def modes_of(costs):
+    layout = costs.layout
+    return layout.modes[0], layout.modes[-1]
 
 
 def test_log_probabilities_are_refused(client):

@@ -85,19 +85,22 @@ def test_a_fixed_policy_is_told_as_it_is(name):
     assert (choice["policy"], choice["threshold"], choice["predicted"]) == (name, None, [])
 
 
-def test_a_policy_by_cost_tells_what_it_predicts():
+@pytest.mark.parametrize("name", ["cost", "threshold"])
+def test_where_costs_are_known_predictions_are_told(name):
     engine = make_engine()
     buckets = [Bucket(tokens, 16) for tokens in (8192, 16)]
     h100 = load_machine("h100x8"), load_engine("shiftjax"), Formats()
     costs = CostModel(Layout(PRESETS["llama-70b"], 4, 2), *h100, buckets)
-    engine.policy, engine.lanes[0].modes = make_policy("cost", 0, costs), Group(0, 4).modes
+    engine.policy, lane = make_policy(name, 9, costs), engine.lanes[0]
+    lane.modes, lane.costs = Group(0, 4).modes, costs
     choice = choice_of(engine)
-    assert (choice["policy"], choice["threshold"]) == ("cost", None)
-    assert [mode["label"] for mode in choice["modes"]] == ["base", "sp2", "shift"]
+    assert (choice["policy"], choice["threshold"]) == (name, {"threshold": 9}.get(name))
+    labels = ["base", "sp2", "shift"] if name == "cost" else ["base", "shift"]
+    assert [mode["label"] for mode in choice["modes"]] == labels
     (few, at_few), (many, at_many) = choice["predicted"]
     assert (few, many) == (16, 8192)
-    assert at_few["shift"] < at_few["sp2"] < at_few["base"]
-    assert at_many["base"] < at_many["sp2"] < at_many["shift"]
+    quickest = [list(labels)[::-1], list(labels)]
+    assert [sorted(each, key=each.get) for each in (at_few, at_many)] == quickest
     assert at_few["shift"] == costs.mode_seconds(Mode(4, 1), (16, 16))
 
 
