@@ -229,7 +229,7 @@ REFUSED = {
     ),
     "use --sp, which splits the tokens of a prompt": "--prefill-context-parallel-size= -pcp=",
     "use --fleet, whose groups come and go": "--enable-elastic-ep",
-    "a lost host ends the engine: start it again": (
+    "with --hosts and --dp a lost host costs its groups; else it ends the engine": (
         "--enable-fault-tolerance --fault-tolerance-config="
     ),
     "experts are divided evenly": "--enable-eplb --eplb-config=",
