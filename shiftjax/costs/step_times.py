@@ -28,10 +28,20 @@ def kind_of(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepK
 
 
 def predicted(
-    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
+    costs: GroupCosts,
+    mode: Mode,
+    last_mode: Mode | None,
+    work: Work,
+    is_hidden: bool,
+    num_guessing: int = 0,
+    num_beside: int = 0,
 ) -> float:
-    """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs."""
-    seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
+    """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs.
+
+    A model guesses for `num_guessing` sequences after it. In a pipeline it is the time between the
+    ends of such steps, while `num_beside` of other micro-batches are in the stages.
+    """
+    seconds = costs.paced_seconds(mode, work, 1 + num_beside, num_guessing, is_hidden=is_hidden)
     return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
 
 
