@@ -34,15 +34,18 @@ def predicted(
     work: Work,
     is_hidden: bool,
     num_guessing: int = 0,
-    num_beside: int = 0,
 ) -> float:
     """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs.
 
-    A model guesses for `num_guessing` sequences after it. In a pipeline it is the time between the
-    ends of such steps, while `num_beside` of other micro-batches are in the stages.
+    A model guesses for `num_guessing` sequences after it.
     """
-    seconds = costs.paced_seconds(mode, work, 1 + num_beside, num_guessing, is_hidden=is_hidden)
-    return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
+    seconds = costs.paced_seconds(mode, work, 1, num_guessing, is_hidden=is_hidden)
+    return seconds + switch_seconds(costs, mode, last_mode)
+
+
+def switch_seconds(costs: GroupCosts, mode: Mode, last_mode: Mode | None) -> float:
+    """Seconds that a step waits for a switch from `last_mode`; None: there was no step."""
+    return (last_mode not in (None, mode)) * costs.engine.switch_seconds
 
 
 class _Seen(NamedTuple):

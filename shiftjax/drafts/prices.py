@@ -7,7 +7,7 @@ from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.costs.step_times import StepTimes, kind_of, predicted
+from shiftjax.costs.step_times import StepTimes, kind_of, predicted, switch_seconds
 from shiftjax.parallel.grid import Mode
 
 
@@ -40,7 +40,7 @@ class Prices:
         if policy is None or costs is None:
             return None
         work = work_of_items(builder.decodes + builder.chunks, num_decodes)
-        num_beside = builder.num_in_flight if len(costs.stages) > 1 else 0
+        num_batches = 1 + builder.num_in_flight
 
         def predict(num_tokens: int) -> float:
             num = num_tokens - work.num_tokens
@@ -51,8 +51,10 @@ class Prices:
             )
             mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
             is_hidden = overlap and not num
-            num_guessing = num_decodes if num else 0
-            seconds = predicted(costs, mode, last_mode, step, is_hidden, num_guessing, num_beside)
+            seconds = costs.paced_seconds(
+                mode, step, num_batches, num_decodes if num else 0, is_hidden=is_hidden
+            )
+            seconds += switch_seconds(costs, mode, last_mode)
             return seconds * self.times.factor(kind_of(costs, mode, step, is_hidden))
 
         return predict

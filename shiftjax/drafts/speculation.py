@@ -3,8 +3,8 @@
 A drafted item computes the last committed token and the draft's in one step; as many of the draft
 count as the step samples itself (`results.num_accepted`), so the tokens are those of plain
 decoding. A draft needs the committed token, hence a group that drafts commits a step before it
-plans the next; one whose drafts are not worth that goes back to planning ahead, and tries again
-after ever more turns.
+plans the next, in a pipeline the next of the same micro-batch. One whose drafts are not worth that
+goes back to planning ahead, and tries again after ever more turns.
 """
 
 import logging
@@ -102,7 +102,7 @@ class Speculation(Lookahead):
 
     In a step of up to `max_rows` tokens any may be a logit row. `overlap` is the engine's: without
     it a step is always committed before the next is planned, and drafts are tried in every turn.
-    In a pipeline `num_micro_batches` take turns, and only its own steps keep one from drafting.
+    In a pipeline `num_micro_batches` take turns.
     A drafting model makes `num_guesses` tokens for each sequence; 0: there is none.
     `clock` reads the host's seconds.
     """

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import choose_deployments, sweep, target_from
 from shiftjax.sim.hindsight import Oracle, best_in_hindsight, oracle_of
@@ -69,6 +70,10 @@ def test_an_oracle_knows_every_way_to_cut_the_machine():
     sizes = (1, 2, 4, 8)
     whole = {(8 // (sp * tp), 1, sp, tp) for sp in sizes for tp in sizes if sp * tp <= 8}
     assert whole < meshes and any(pp > 1 for _, pp, _, _ in meshes)
+    drafts = DraftOptions(speculation="suffix")
+    drafting = oracle_of(TARGET, drafts=drafts).deployments
+    assert [each.name for each in drafting] == [each.name for each in found]
+    assert {each.drafts for each in drafting} == {drafts}
     small = target_from({"model": "llama-70b", "machine": "a10x8", "dtype": "fp8"})
     whole_weights = [d for d in oracle_of(small).deployments if not d.layout.gathers]
     assert whole_weights and all(each.tp * each.pp > 1 for each in whole_weights)  # that fit
