@@ -22,10 +22,9 @@ from shiftjax.sim.stored_experts import estimate_stored
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
 
-    Stages are as many as divide the layers, each with TP alone. Where
-    only TP over all devices has room for the weights, there is SP with gathered ones, too. Those
-    that cannot store the weights are left out (`left_out_in_words`). Raises ConfigError if none
-    can.
+    Stages are as many as divide the layers, each with TP alone. Where only TP over all devices has
+    room for the weights, there is SP with gathered ones, too. Those that cannot store the weights
+    are left out (`left_out_in_words`). Raises ConfigError if none can.
     """
     found, left_out = _by_storage(target, **budgets)
     if not found:

@@ -57,8 +57,8 @@ def drafter(speculation: str) -> Drafting:
     return Drafting(DraftOptions(speculation, "-", fixed_drafts=True, draft_max_seqs=0))
 
 
-@pytest.mark.costs(20)
-@pytest.mark.parametrize("speculation", ["ngram", "suffix", "model", "hybrid"])
+@pytest.mark.costs(25)
+@pytest.mark.parametrize("speculation", ["model", "hybrid", *thorough("ngram", "suffix")])
 def test_greedy_tokens_equal_the_oracle(staged, speculation):
     """With chunks, prefix hits, preemption, abort, stop and random modes; none is compiled."""
     made, _, prompts, expected = staged
@@ -87,7 +87,7 @@ def test_greedy_tokens_equal_the_oracle(staged, speculation):
         assert stats.tokens["suffix", "accepted"] > 20
 
 
-@pytest.mark.parametrize("quality", QUALITIES)
+@pytest.mark.parametrize("quality", ["half", *thorough("right", "wrong")])
 def test_draws_are_those_of_one_stage_without_drafts(staged, quality):
     made, directory, _, _ = staged
     alone = make(directory, 1, 1, whole=True, token_buckets=[BUCKET])

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from spent import thorough
 from test_same_decisions import ARRIVALS, OUTPUTS, PROMPTS, Recorder, step_seconds
 
 from shiftjax.arch.formats import Formats
@@ -203,7 +204,7 @@ def test_drafts_gain_in_stages_that_are_not_full(rate):
     assert staged(trace, "auto", acceptance)["completion_mean_seconds"] < 0.9 * plain
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.6])
+@pytest.mark.parametrize("rate", [0.1, *thorough(0.6)])
 def test_the_choice_by_cost_does_not_lose_in_full_stages(rate):
     traces, acceptance = [poisson(30.0, 4.0, 600, 60, n) for n in (0, 1)], AcceptanceModel((rate,))
 
