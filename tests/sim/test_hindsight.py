@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftjax.draft_options import DraftOptions
@@ -53,6 +53,7 @@ def test_who_refuses_is_best_nowhere():
 times = st.lists(st.floats(0.0, 50.0), min_size=1, max_size=12).map(sorted)
 
 
+@settings(deadline=None)
 @given(times, st.data())
 def test_nobody_who_stays_is_better(arrivals, data):
     each = st.lists(st.floats(0.1, 9.0), min_size=len(arrivals), max_size=len(arrivals))
