@@ -240,5 +240,6 @@ def _speculation(groups: Groups, group: Group) -> Speculation:
         max_rows=deployment.budgets.max_rows,
         overlap=deployment.overlap,
         num_guesses=min(num_predict, deployment.drafts.max_draft_tokens),  # no draft is longer
+        num_micro_batches=deployment.budgets.num_micro_batches,
         clock=groups.drafters[group].clock,
     )

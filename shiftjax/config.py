@@ -702,10 +702,6 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
         1,
         {
             "fleet": (False, "groups of a fleet share what each unit holds whole"),
-            "speculation": (
-                "none",
-                "a draft is verified before the next one, so all stages but one idle",
-            ),
         },
     ),
     "hosts": (

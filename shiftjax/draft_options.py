@@ -47,7 +47,7 @@ class DraftOptions:
     prompt_lookup_max: int = control(5, "tokens of ngram's longest key", low=1, high=32)
     max_draft_rows: int | None = control(
         None,
-        "logit rows of a step with guesses; default: 4 * max_num_seqs, 256 at most",
+        "logit rows of a step with guesses; default: 4 for each of its sequences, 256 at most",
         low=1,
         high=4096,
     )

@@ -60,6 +60,11 @@ def let_draft(engine: Engine, guesses: Guesses, *buckets: int, costs=None, **opt
             sizes, engine.policy, lane.modes, costs or getattr(engine.policy, "costs", None)
         )
         lane.scheduler.lookahead = Speculation(
-            guesses, prices, max_rows=config.max_rows, overlap=engine.overlap, **options
+            guesses,
+            prices,
+            max_rows=config.max_rows,
+            overlap=engine.overlap,
+            num_micro_batches=config.num_micro_batches,
+            **options,
         )
     return engine

@@ -171,6 +171,7 @@ def _stage_rows(deployment: Deployment, here: Devices) -> dict[str, Any]:
         assert model.stage is not None
         parts = [f"layers {model.stage.first} to {model.stage.first + model.num_layers - 1}"]
         parts += ["embedding"] * model.is_first_stage + ["LM head"] * model.is_last_stage
+        parts += ["speculator"] * (model.is_last_stage and model.speculator is not None)
         weights = _mebibytes(held.weight_bytes + held.shift_weight_bytes)
         block = f"{stage.block_bytes / 1024:,.1f} KiB a KV block"
         rows[f"stage {number} of {deployment.pp}"] = f"{', '.join(parts)}: {weights}, {block}"

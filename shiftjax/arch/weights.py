@@ -502,9 +502,12 @@ def _layer_norm(name: str, width: int, source: str) -> Iterator[Weight]:
 
 
 def _speculator(config: ModelConfig) -> Iterator[Weight]:
-    """What drafts for the model, by the names of Arctic Inference's checkpoints."""
+    """What drafts for the model, by the names of Arctic Inference's checkpoints.
+
+    Of stages the last one has it, beside the hidden states that it begins with.
+    """
     speculator = config.speculator
-    if speculator is None:
+    if speculator is None or not config.is_last_stage:
         return
     own = _lstm_speculator if speculator.method == "lstm" else _mlp_speculator
     for weight in own(speculator, config.vocab_size, config.hidden_size):

@@ -79,7 +79,7 @@ class Lane:
 
     @property
     def commits_first(self) -> bool:
-        """Whether the step in flight has to be committed before the next is planned."""
+        """Whether a step has to be committed before the next of its micro-batch is planned."""
         lookahead = self.scheduler.lookahead
         return lookahead.commits_first or any(flight.has_proposals for flight in self.in_flight)
 

@@ -13,7 +13,8 @@ from shiftjax.parallel.grid import Mode
 class Lookahead:
     """Is told of every sequence and step of a group, and may propose tokens. This one never does.
 
-    `commits_first` says whether the step in flight has to be committed before the next is planned.
+    `commits_first` says whether a step in flight has to be committed before the next of its
+    micro-batch is planned.
     """
 
     commits_first: bool = False

@@ -22,6 +22,7 @@ class PlanBuilder:
     num_guesses: int = 0  # that a model shall make after the step
     proposing_seconds: float = 0.0
     micro_batch: int = 0
+    num_in_flight: int = 0  # steps that have been given to the devices and not ended
     decodes: list[ScheduledSequence] = field(default_factory=list)
     proposed: list[ScheduledSequence] = field(default_factory=list)
     chunks: list[ScheduledSequence] = field(default_factory=list)

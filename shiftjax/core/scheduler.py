@@ -175,19 +175,27 @@ class Scheduler:
         leaving = self.admission.leaving(self.running)
         self._park_computed(leaving)
         swapped: list[SequenceState] = []
+        num_preempted = 0
         for turn in range(num_micro_batches):
             micro_batch = (first + turn) % num_micro_batches
             if num_sampling(in_flight, micro_batch) > overlap:
                 continue
             tokens, rows = self._tokens_per_step(), self._rows_per_step
-            builder = PlanBuilder(tokens, rows, self.config.block_size, micro_batch=micro_batch)
+            builder = PlanBuilder(
+                tokens,
+                rows,
+                self.config.block_size,
+                micro_batch=micro_batch,
+                num_in_flight=len(in_flight),
+                num_preempted=num_preempted,  # whom no other micro-batch brings back at once
+            )
             self._fill(builder, begun, in_flight)
             self._guess(builder, num_queued, last_mode)
             plan = builder.finish(self._num_steps)
             if plan is not None:
                 self._micro_batch = (micro_batch + 1) % num_micro_batches
                 return self._planned(plan)
-            swapped += builder.swapped
+            swapped, num_preempted = swapped + builder.swapped, builder.num_preempted
         if leaving and self.tables.tier.is_offloading:
             return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
         self._forget_swapped(swapped)
@@ -343,7 +351,13 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: SequenceState, builder: PlanBuilder) -> None:
-        """Back to waiting, by swap where the second tier has room and else by recompute."""
+        """Back to waiting, by swap where the second tier has room and else by recompute.
+
+        What a guess in flight computes beyond its first token is not known to be right.
+        """
+        if sequence.num_pending_tokens:
+            known = len(sequence.token_ids) + sequence.num_pending_tokens - 1
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, known)
         swaps = self.config.preemption == "swap" and self.tables.swap_out(sequence)
         if swaps:
             builder.swapped.append(sequence)
@@ -464,7 +478,8 @@ class Scheduler:
             if item.proposal is not None:
                 num_rejected = self._verify(item, tokens[first_row:next_row])
                 end, last = end - num_rejected, last - num_rejected
-                sequence.num_computed_tokens = end
+                if sequence.block_table:  # else it has been preempted since
+                    sequence.num_computed_tokens = end
             if not (finite[first_row] and (last == first_row + 1 or all(finite[first_row:last]))):
                 yield from self._end_request(sequence.siblings, "error", NON_FINITE, "non_finite")
                 continue
@@ -477,7 +492,7 @@ class Scheduler:
                 event, reason = append_tokens(sequence, sampled, output, sampling_row, now)
                 event.mode, event.version = label, self.tables.version
                 self.lookahead.extend(sequence, event.token_ids, guess)
-            if sequence.block_table:  # else it has been preempted since
+            if sequence.block_table:
                 sequence.num_verified_tokens = min(end, len(sequence.token_ids))
                 if caches and end // block_size > sequence.num_registered_blocks:
                     self.tables.register(sequence)

@@ -63,6 +63,16 @@ class GroupCosts(Protocol):
         """Seconds of a step alone, from its plan to its results: nothing hides the host."""
         ...
 
+    def paced_seconds(
+        self, mode: Mode, work: Work, num_batches: int, num_guessing: int = 0, *, is_hidden: bool
+    ) -> float:
+        """Seconds between the ends of equal steps of so many micro-batches, which take turns.
+
+        Each has its own step committed before its next is planned, unless that `is_hidden`. A
+        speculator guesses for `num_guessing` sequences after each.
+        """
+        ...
+
     def device_seconds(self, mode: Mode, work: Work) -> float:
         """Seconds of a step on the devices, from the first stage to the last."""
         ...
@@ -122,6 +132,19 @@ class PipelineCosts:
         stages, host = self.stage_seconds(mode, work), self.host_seconds(work)
         in_flight = len(stages) + self.engine.overlaps
         return max(*stages, host, (sum(stages) + host) / in_flight)
+
+    def paced_seconds(
+        self, mode: Mode, work: Work, num_batches: int, num_guessing: int = 0, *, is_hidden: bool
+    ) -> float:
+        """The interval of few micro-batches: a step of each begins when its last tokens are known.
+
+        What is hidden is the host; a token has passed all stages in any case.
+        """
+        *stages, last = self.stage_seconds(mode, work)
+        stages.append(last + (self.guess_seconds(num_guessing) if num_guessing else 0.0))
+        host = self.host_seconds(work)
+        turn = sum(stages) + (0.0 if is_hidden else host)
+        return max(*stages, host, turn / num_batches)
 
     def send_seconds(self, work: Work) -> float:
         """Seconds of the transfer across one boundary, by the quickest way."""

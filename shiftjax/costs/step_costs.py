@@ -156,6 +156,13 @@ class CostModel:
         """Seconds of a step alone, from its plan to its results: nothing hides the host."""
         return self.device_seconds(mode, work) + self.host_seconds(work)
 
+    def paced_seconds(
+        self, mode: Mode, work: Work, num_batches: int, num_guessing: int = 0, *, is_hidden: bool
+    ) -> float:
+        """Return `seconds` if the host is hidden, else `serial_seconds`, and those of guesses."""
+        seconds = (self.seconds if is_hidden else self.serial_seconds)(mode, work)
+        return seconds + (self.guess_seconds(num_guessing) if num_guessing else 0.0)
+
     def host_seconds(self, work: Work) -> float:
         """Seconds that the host needs to prepare, launch and finish a step."""
         launches = self.engine.eager_seconds(work.num_tokens, self.model.num_layers)

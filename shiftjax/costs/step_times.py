@@ -28,11 +28,24 @@ def kind_of(costs: GroupCosts, mode: Mode, work: Work, is_hidden: bool) -> StepK
 
 
 def predicted(
-    costs: GroupCosts, mode: Mode, last_mode: Mode | None, work: Work, is_hidden: bool
+    costs: GroupCosts,
+    mode: Mode,
+    last_mode: Mode | None,
+    work: Work,
+    is_hidden: bool,
+    num_guessing: int = 0,
 ) -> float:
-    """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs."""
-    seconds = (costs.seconds if is_hidden else costs.serial_seconds)(mode, work)
-    return seconds + (last_mode not in (None, mode)) * costs.engine.switch_seconds
+    """Seconds of a step after one in `last_mode`; `is_hidden`: it is planned while that runs.
+
+    A model guesses for `num_guessing` sequences after it.
+    """
+    seconds = costs.paced_seconds(mode, work, 1, num_guessing, is_hidden=is_hidden)
+    return seconds + switch_seconds(costs, mode, last_mode)
+
+
+def switch_seconds(costs: GroupCosts, mode: Mode, last_mode: Mode | None) -> float:
+    """Seconds that a step waits for a switch from `last_mode`; None: there was no step."""
+    return (last_mode not in (None, mode)) * costs.engine.switch_seconds
 
 
 class _Seen(NamedTuple):

@@ -127,7 +127,7 @@ def resolve(
         preemption=cache.preemption,
         host_bytes=cache.host_bytes,
         drafts=config.drafts,
-        max_draft_rows=draft_rows(config.drafts, budgets.max_num_seqs),
+        max_draft_rows=draft_rows(config.drafts, -(-budgets.max_num_seqs // config.parallel.pp)),
         widths=widths,
         fleet=config.fleet,
         hash_size=block_size if widths else 0,
@@ -228,11 +228,11 @@ def widths_problems(layout: Layout, widths: tuple[int, ...]) -> list[str]:
     return problems
 
 
-def draft_rows(drafts: DraftOptions, max_num_seqs: int) -> int:
-    """Logit rows of a step with drafts; 0 where nothing is drafted."""
+def draft_rows(drafts: DraftOptions, max_step_seqs: int) -> int:
+    """Logit rows of a step of so many sequences with drafts; 0 where nothing is drafted."""
     if drafts.speculation == "none":
         return 0
-    return drafts.max_draft_rows or min(4 * max_num_seqs, MOST_DRAFT_ROWS)
+    return drafts.max_draft_rows or min(4 * max_step_seqs, MOST_DRAFT_ROWS)
 
 
 def check_model(config: EngineConfig, model: ModelConfig, num_devices: int) -> list[str]:

@@ -7,7 +7,7 @@ from shiftjax.core.plan_builder import PlanBuilder
 from shiftjax.core.policy import Policy, work_of, work_of_items
 from shiftjax.core.request import StepPlan
 from shiftjax.costs.group_costs import GroupCosts
-from shiftjax.costs.step_times import StepTimes, kind_of, predicted
+from shiftjax.costs.step_times import StepTimes, kind_of, predicted, switch_seconds
 from shiftjax.parallel.grid import Mode
 
 
@@ -34,13 +34,13 @@ class Prices:
         They are those of the mode that the policy will choose for the plan, whose hysteresis knows
         the same `last_mode` and `num_waiting`. Without drafts a group that may `overlap` goes on
         to hide its host, and soon asks no speculator. A draft token attends to as much as the
-        decodes do on average.
+        decodes do on average. In a pipeline other micro-batches go on meanwhile.
         """
         policy, costs, num_decodes = self.policy, self.costs, len(builder.decodes)
         if policy is None or costs is None:
             return None
         work = work_of_items(builder.decodes + builder.chunks, num_decodes)
-        guess_seconds = costs.guess_seconds(num_decodes)
+        num_batches = 1 + builder.num_in_flight
 
         def predict(num_tokens: int) -> float:
             num = num_tokens - work.num_tokens
@@ -51,8 +51,10 @@ class Prices:
             )
             mode = policy.mode_of(step, self.modes, num_waiting, last_mode)
             is_hidden = overlap and not num
-            seconds = predicted(costs, mode, last_mode, step, is_hidden)
-            seconds += guess_seconds if num else 0.0
+            seconds = costs.paced_seconds(
+                mode, step, num_batches, num_decodes if num else 0, is_hidden=is_hidden
+            )
+            seconds += switch_seconds(costs, mode, last_mode)
             return seconds * self.times.factor(kind_of(costs, mode, step, is_hidden))
 
         return predict
@@ -63,13 +65,14 @@ class Prices:
         """A step took so long, from the end of the one before it or from its plan to its results.
 
         `is_hidden`: it was planned while the one before ran. What its drafts took to make is not
-        of the step: a choice knows it by itself.
+        of the step: a choice knows it by itself. Ends of unlike steps in a pipeline tell of
+        neither.
         """
         costs = self.costs
-        if costs is None:
+        if costs is None or len(costs.stages) > 1:
             return
         work = work_of(plan)
-        expected = predicted(costs, mode, last_mode, work, is_hidden)
-        expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
+        num_guessing = work.num_sequences if plan.num_guesses else 0
+        expected = predicted(costs, mode, last_mode, work, is_hidden, num_guessing)
         kind = kind_of(costs, mode, work, is_hidden)
         self.times.learn(kind, seconds - plan.proposing_seconds, expected)

@@ -3,8 +3,8 @@
 A drafted item computes the last committed token and the draft's in one step; as many of the draft
 count as the step samples itself (`results.num_accepted`), so the tokens are those of plain
 decoding. A draft needs the committed token, hence a group that drafts commits a step before it
-plans the next; one whose drafts are not worth that goes back to planning ahead, and tries again
-after ever more turns.
+plans the next, in a pipeline the next of the same micro-batch. One whose drafts are not worth that
+goes back to planning ahead, and tries again after ever more turns.
 """
 
 import logging
@@ -102,6 +102,7 @@ class Speculation(Lookahead):
 
     In a step of up to `max_rows` tokens any may be a logit row. `overlap` is the engine's: without
     it a step is always committed before the next is planned, and drafts are tried in every turn.
+    In a pipeline `num_micro_batches` take turns.
     A drafting model makes `num_guesses` tokens for each sequence; 0: there is none.
     `clock` reads the host's seconds.
     """
@@ -114,6 +115,7 @@ class Speculation(Lookahead):
         max_rows: int,
         overlap: bool = True,
         num_guesses: int = 0,
+        num_micro_batches: int = 1,
         clock: Callable[[], float] = perf_counter,
     ):
         self.stats = DraftStats()
@@ -122,7 +124,8 @@ class Speculation(Lookahead):
         self._overlap, self._num_guesses, self._clock = overlap, num_guesses, clock
         self._without: set[SequenceState] = set()  # those whose drafter failed
         self._idle_turns = 0  # in a row in which nobody drafted
-        self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT
+        self._round = num_micro_batches  # turns in which every sequence has one
+        self._pause = self._turns_to_trial = TURNS_WITHOUT_DRAFT * self._round
         self._host_seconds = 0.0  # of a turn with drafts, about
         self._num_live = self._num_declined = 0  # sequences now; when drafts did not pay
         self._last_mode: Mode | None = None  # of the step that ended last
@@ -349,21 +352,22 @@ class Speculation(Lookahead):
 
     def _try_soon(self) -> None:
         """Other sequences draft otherwise; but where drafts did not pay, it takes half as many."""
-        self._num_declined, self._pause = 0, TURNS_WITHOUT_DRAFT
+        self._num_declined, self._pause = 0, TURNS_WITHOUT_DRAFT * self._round
         self._turns_to_trial = min(self._turns_to_trial, self._pause)
 
     def _take_turn(self, drafts: bool, could_draft: bool) -> None:
         """Note whether anybody drafted; too long nobody, and the group plans ahead again."""
+        few = TURNS_WITHOUT_DRAFT * self._round
         if drafts:
-            self._idle_turns, self._pause = 0, TURNS_WITHOUT_DRAFT
+            self._idle_turns, self._pause = 0, few
         elif could_draft:
             self._idle_turns += 1
-        if self._overlap and self._idle_turns >= TURNS_WITHOUT_DRAFT:
+        if self._overlap and self._idle_turns >= few:
             self.commits_first = False
             self._drafting.fade()
-            self._idle_turns = TURNS_WITHOUT_DRAFT - 1  # a trial is one turn
+            self._idle_turns = few - self._round  # a trial is one turn of each micro-batch
             self._turns_to_trial = self._pause
-            self._pause = min(2 * self._pause, MOST_TURNS_BETWEEN_TRIALS)
+            self._pause = min(2 * self._pause, MOST_TURNS_BETWEEN_TRIALS * self._round)
 
 
 def _num_tokens(builder: PlanBuilder) -> int:

@@ -445,7 +445,7 @@ class Llama(nnx.Module):
         )
         if config.num_kv_layers is not None:
             self.swiftkv = SwiftKV(config, params["swiftkv"])
-        if config.speculator is not None:
+        if config.speculator is not None and config.is_last_stage:
             self.speculator = Speculator(config, params["speculator"])
 
     def embed_tokens(

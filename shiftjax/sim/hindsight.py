@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from shiftjax.deploy.deployment import Deployment
-from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.sim.modelled import Target, sized_of
 from shiftjax.sim.named import standard_deployments
@@ -33,14 +32,9 @@ class Oracle:
 
 
 def oracle_of(target: Target, **budgets: Any) -> Oracle:
-    """Of all deployments that fit: every (dp, sp, tp), stages, and the policies of the modes.
-
-    With drafts, which stages cannot have, of the standard ones.
-    """
+    """Of all deployments that fit: every (dp, sp, tp), stages, and the policies of the modes."""
     standard = standard_deployments(target, **budgets)
-    found = list(standard.values())
-    if budgets.get("drafts", NO_DRAFTS).speculation == "none":
-        found = [standard["shift"], standard["cost"], *all_deployments(target, **budgets)]
+    found = [standard["shift"], standard["cost"], *all_deployments(target, **budgets)]
     fitting = []
     for deployment in found:
         with suppress(ConfigError):

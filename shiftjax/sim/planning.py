@@ -9,7 +9,6 @@ from shiftjax.costs.crossing import shift_threshold
 from shiftjax.costs.work import Work
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.deploy.expert_storage import experts_setting
-from shiftjax.draft_options import NO_DRAFTS
 from shiftjax.options import ConfigError
 from shiftjax.parallel.arrangements import NO_FLEET, FleetOptions
 from shiftjax.sim.best_row import AS_NEAR, GOALS, best_of
@@ -23,10 +22,9 @@ from shiftjax.sim.stored_experts import estimate_stored
 def all_deployments(target: Target, **budgets: Any) -> list[Deployment]:
     """Every (dp, sp, tp) of the machine with powers of two, and stages; those with SP shift.
 
-    Stages are as many as divide the layers, each with TP alone; with drafts there are none. Where
-    only TP over all devices has room for the weights, there is SP with gathered ones, too. Those
-    that cannot store the weights are left out (`left_out_in_words`). Raises ConfigError if none
-    can.
+    Stages are as many as divide the layers, each with TP alone. Where only TP over all devices has
+    room for the weights, there is SP with gathered ones, too. Those that cannot store the weights
+    are left out (`left_out_in_words`). Raises ConfigError if none can.
     """
     found, left_out = _by_storage(target, **budgets)
     if not found:
@@ -45,14 +43,14 @@ def left_out_in_words(target: Target, **budgets: Any) -> str:
 
 def _by_storage(target: Target, **budgets: Any) -> tuple[list[Deployment], dict[str, str]]:
     """Return the deployments that can store the weights, and why others cannot, by name."""
-    found, drafts = [], budgets.get("drafts", NO_DRAFTS)
+    found = []
     for degrees in all_degrees(target):
         dp, pp, sp, tp = degrees
         if pp == 1:
             policy = ",policy=greedy" if sp > 1 else ""
             plain = deploy(target, degrees.name + policy, **budgets)
             found.append(replace(plain, name=f"dp{dp} sp{sp} tp{tp}"))
-        elif sp == 1 and target.model.num_layers % pp == 0 and drafts.speculation == "none":
+        elif sp == 1 and target.model.num_layers % pp == 0:
             found.append(deploy(target, degrees.name, **budgets))
     reasons = {each.name: why_not_stored(target, each) for each in found}
     left_out = {name: reason for name, reason in reasons.items() if reason}

@@ -105,8 +105,8 @@ class CostSizes(StepSizes):
         if len(self._costs.stages) > 1:  # ends of unlike steps in a pipeline tell of neither
             return
         costs, work = self._costs, work_of(plan)
-        expected = predicted(costs, mode, last_mode, work, is_hidden)
-        expected += costs.guess_seconds(work.num_sequences) if plan.num_guesses else 0.0
+        num_guessing = work.num_sequences if plan.num_guesses else 0
+        expected = predicted(costs, mode, last_mode, work, is_hidden, num_guessing)
         kind = kind_of(costs, mode, work, is_hidden)
         self.times.learn(kind, seconds - plan.proposing_seconds, expected)
 

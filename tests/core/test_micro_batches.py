@@ -167,6 +167,18 @@ def test_a_preempted_sequence_waits_for_its_own_steps_even_where_there_is_room_a
     assert listener.outcomes[second.request_id, 0].token_ids == expected
 
 
+def test_what_is_preempted_for_one_micro_batch_is_not_brought_back_for_another():
+    """A plan that copied it to the host and back would lose track of the copy."""
+    small = {"num_blocks": 8, "block_size": 4, "max_num_seqs": 2, "max_num_batched_tokens": 2}
+    swaps = {"preemption": "swap", "num_host_blocks": 12, "watermark": 0.0}
+    engine = make_engine(num_micro_batches=4, overlap=False, **small, **swaps)
+    request = make_request("a", [0] * 4, n=2, seed=0)
+    outcomes = generate(engine, request)  # what is left on the host is dropped
+    assert sum(engine.stats().num_preemptions.values()) > 0
+    for index in range(2):
+        assert outcomes["a", index].token_ids == reference(engine, request, 0, index)[0]
+
+
 @pytest.mark.parametrize("where", ["run", "fetch"])
 def test_a_failure_with_all_stages_at_work_ends_what_that_step_computed(where):
     engine, listener = make_engine(num_micro_batches=4, num_blocks=128), Listener()

@@ -65,6 +65,35 @@ def test_one_step_ends_as_often_as_in_a_replay_by_hand(host, pp, overlaps):
     assert costs.serial_seconds(SHIFT, DECODE) == pytest.approx(ends[0], rel=1e-9)
 
 
+@pytest.mark.parametrize("is_hidden", [True, False])
+@pytest.mark.parametrize("num_batches", [1, 2, 3, 4])
+@pytest.mark.parametrize("host", [0.0, 0.5, 2.0, 20.0])  # of the slowest stage
+def test_few_micro_batches_wait_for_their_tokens_and_not_for_a_full_pipeline(
+    host, num_batches, is_hidden
+):
+    """Each has one step in flight, or one more that waits for the token of the first."""
+    costs = costs_of(4)
+    stages = costs.stage_seconds(SHIFT, DECODE)
+    for stage in costs.stages:
+        stage.engine = replace(costs.engine, host_seconds=host * max(stages))
+    costs = PipelineCosts(costs.stages)
+    in_flight = min(2 * num_batches, 5) if is_hidden else num_batches
+    by_hand = stages, host * max(stages), in_flight, 40 * in_flight * num_batches, num_batches
+    wanted = interval(ends_of_steps(*by_hand), in_flight * num_batches)
+    found = costs.paced_seconds(SHIFT, DECODE, num_batches, is_hidden=is_hidden)
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def test_guesses_take_their_time_in_the_last_stage():
+    costs, guess = costs_of(4), 3e-3
+    costs.stages[-1].guess_seconds = lambda num_sequences: guess * num_sequences
+    *others, last = costs.stage_seconds(SHIFT, DECODE)
+    full = costs.paced_seconds(SHIFT, DECODE, 4, 8, is_hidden=True)
+    assert full == last + 8 * guess > max(others)
+    alone = costs.paced_seconds(SHIFT, DECODE, 1, 8, is_hidden=True)
+    assert alone == pytest.approx(sum(others) + last + 8 * guess)
+
+
 def test_each_device_sends_its_part_at_every_boundary():
     way = (Transfer(1e-3, 1e9),)
     slow, free = (costs_of(4, 2, point_to_point=ways) for ways in (way, FREE))

@@ -62,7 +62,11 @@ def let_draft(built, drafting, num_guesses=0):
     if drafting is not None:
         prices = Prices(built.deployment.step_sizes, built.engine.policy, lane.modes)
         speculation = Speculation(
-            drafting, prices, max_rows=budgets.max_rows, num_guesses=num_guesses
+            drafting,
+            prices,
+            max_rows=budgets.max_rows,
+            num_guesses=num_guesses,
+            num_micro_batches=budgets.num_micro_batches,
         )
     lane.scheduler.lookahead = speculation or Lookahead()
     return speculation

@@ -24,7 +24,7 @@ BUCKETS = (4, 8, 16)
 class Costs:
     """Stands for a cost model: seconds by mode and padded tokens; the host takes nothing."""
 
-    engine = load_engine("shiftjax")
+    engine, stages = load_engine("shiftjax"), (None,)
 
     def __init__(self, base, shift, buckets=BUCKETS, hidden_seconds=0.0):
         self.tables, self.buckets = {BASE: base, SHIFT: shift}, buckets
@@ -40,11 +40,8 @@ class Costs:
     def seconds(self, mode, work):
         return self.mode_seconds(mode, self.size_of(work))
 
-    def guess_seconds(self, num_sequences):
-        return 0.0
-
-    def serial_seconds(self, mode, work):
-        return self.seconds(mode, work) + self.hidden_seconds
+    def paced_seconds(self, mode, work, num_batches, num_guessing=0, *, is_hidden):
+        return self.seconds(mode, work) + (0.0 if is_hidden else self.hidden_seconds)
 
 
 def cost_policy(costs: Costs, margin: float = 0.0) -> CostPolicy:
@@ -244,6 +241,35 @@ def test_each_group_chooses_alone():
     assert not plain.scheduler.lookahead.commits_first
     assert [len(runner.plans) for runner in runners] == [20, 40]
     assert sum(plan.num_proposals for plan in runners[1].plans) == 0
+
+
+class Paced(Costs):
+    """Of four stages; remembers for how many micro-batches a price was asked."""
+
+    stages = (None,) * 4
+
+    def __init__(self):
+        super().__init__(lambda n: 9.0, lambda n: 1.0)
+        self.asked: list[int] = []
+
+    def paced_seconds(self, mode, work, num_batches, num_guessing=0, *, is_hidden):
+        self.asked.append(num_batches)
+        return super().paced_seconds(mode, work, num_batches, num_guessing, is_hidden=is_hidden)
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 4, 8])
+def test_a_pipeline_is_priced_by_the_micro_batches_that_have_sequences(num_seqs):
+    """One alone waits in all stages for its tokens; four are as many as compute at once."""
+    costs = Paced()
+    engine = make_engine(policy=cost_policy(costs), clock=no_time, num_micro_batches=4)
+    let_draft(engine, Claiming([0.9] * 2), *BUCKETS, clock=no_time)
+    requests = (make_request(f"r{i}", [1, i], max_tokens=30) for i in range(num_seqs))
+    for request in requests:
+        engine.add_request(request)
+    for step in range(24):
+        engine.step(float(step))
+    del costs.asked[: len(costs.asked) // 2]  # the first ones fill it
+    assert set(costs.asked) == {min(num_seqs, 4)}
 
 
 class Slow(Claiming):

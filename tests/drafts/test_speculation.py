@@ -21,7 +21,16 @@ from guesses_kit import Guesses, let_draft
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from spent import examples
-from traffic_kit import FAST, WINDOWS, check_tokens, engines, play, traffic
+from traffic_kit import (
+    FAST,
+    FAULTS,
+    WINDOWS,
+    check_through_faults,
+    check_tokens,
+    engines,
+    play,
+    traffic,
+)
 
 from shiftjax.core.engine import Engine
 from shiftjax.core.lookahead import Lookahead
@@ -262,6 +271,7 @@ def with_model(engine: Engine, choice: str | None = None, overlap: bool = True) 
             max_rows=config.max_rows,
             overlap=overlap,
             num_guesses=3,
+            num_micro_batches=config.num_micro_batches,
         )
     return engine
 
@@ -294,6 +304,104 @@ def test_a_group_that_plans_ahead_asks_a_model_in_trials_alone():
     both = [plan for plan in plans if plan.num_decodes == 2]
     assert sum(plan.num_guesses > 0 for plan in both) < len(both)
     assert any(plan.num_proposals for plan in plans)
+
+
+# ------------------------------------------------------------------------- pipelines
+
+PIPELINES = (2, 4)
+
+
+@pytest.mark.costs(10)
+@settings(FAST, max_examples=examples(200))
+@given(
+    engines(tightness=2, least_seqs=2, stages=PIPELINES),
+    traffic(least=3, most=12),
+    st.integers(1, 6),
+    st.integers(0, 10),
+)
+def test_drafts_in_a_pipeline_change_nothing(engine, clients, most, quality):
+    """Other micro-batches preempt who drafts, or find its prefix, while its step is in flight."""
+    let_draft(engine, Guesses(quality, most=most))
+    caught = []
+    for lane in engine.lanes:
+        scheduler = lane.scheduler
+        preempt = scheduler._preempt
+
+        def watched(sequence, builder, lane=lane, preempt=preempt):
+            items = [item for each in lane.in_flight if each.plan for item in each.plan.scheduled]
+            caught.extend(i for i in items if i.sequence is sequence and i.proposal is not None)
+            preempt(sequence, builder)
+
+        scheduler._preempt = watched
+    accepted, listener = play(engine, clients)
+    check_tokens(engine, accepted, listener, errors=set())
+    event(f"accepted some: {counts(engine)[0] > 0}")
+    for kind, number in engine.stats().num_preemptions.items():
+        event(f"{kind}: {number > 0}")
+    event(f"preempted with a draft in flight: {bool(caught)}")
+
+
+@settings(FAST, max_examples=examples(60))
+@given(engines(stages=PIPELINES), traffic(), st.integers(0, 10), FAULTS)
+def test_faults_in_a_pipeline_that_drafts_end_their_requests_only(engine, clients, quality, faults):
+    check_through_faults(let_draft(engine, Guesses(quality, most=4)), clients, faults)
+
+
+@settings(FAST, max_examples=examples(60))
+@given(engines(stages=PIPELINES), traffic())
+def test_drafts_of_a_model_in_a_pipeline_change_nothing(engine, clients):
+    accepted, listener = play(with_model(engine, overlap=engine.overlap), clients)
+    check_tokens(engine, accepted, listener, errors=set())
+
+
+def pipeline(num_micro_batches: int, num_seqs: int, **options) -> Engine:
+    """A pipeline with a sequence of 40 tokens in each of the first micro-batches."""
+    options = {"num_micro_batches": num_micro_batches, "num_blocks": 200, **options}
+    engine = make_engine(max_proposed_rows=16, **options)
+    for number in range(num_seqs):
+        sampling = {"seed": number, "max_tokens": 40, "ignore_eos": True}
+        engine.add_request(make_request(str(number), [1, number], **sampling))
+    return engine
+
+
+@pytest.mark.parametrize("num_micro_batches", PIPELINES)
+def test_only_its_own_steps_keep_a_micro_batch_from_drafting(num_micro_batches):
+    engine = let_draft(pipeline(num_micro_batches, num_micro_batches), Guesses(most=3))
+    (lane,), most = engine.lanes, 0
+    while engine.has_work():
+        engine.step(0.0)
+        flights = [flight.plan for flight in lane.in_flight if flight.has_proposals]
+        assert len({plan.micro_batch for plan in flights}) == len(flights)
+        most = max(most, len(flights))
+    assert most == num_micro_batches
+    assert len(runner_of(engine).plans) == num_micro_batches * (1 + 10)  # 40 = 1 + 9 * 4 + 3
+
+
+class Quiet(Drafting):
+    """Keeps what a model guesses to itself, for a while."""
+
+    is_quiet = True
+
+    def draft(self, name, most):
+        return None if self.is_quiet else super().draft(name, most)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, *PIPELINES])
+def test_a_trial_asks_every_micro_batch_what_a_model_guesses(num_micro_batches):
+    """Of a group that plans ahead: a guess is known a turn of its own micro-batch later."""
+    engine = with_model(pipeline(num_micro_batches, num_micro_batches))
+    (lane,) = engine.lanes
+    speculation = lane.scheduler.lookahead
+    quiet = speculation._drafting = Quiet(speculation._drafting.options)
+    for siblings in lane.scheduler.requests.values():
+        speculation.start(siblings)
+    while speculation.commits_first:
+        engine.step(0.0)
+    quiet.is_quiet = False
+    run_to_end(engine, Listener())
+    plans = runner_of(engine).plans
+    drafted = {plan.micro_batch for plan in plans if plan.num_proposals}
+    assert drafted == set(range(num_micro_batches))
 
 
 def test_only_what_ends_by_itself_is_learned_from():

@@ -304,7 +304,8 @@ DRAFTS_ROWS = (
     ),
     Mutant(
         "rejected tokens count as computed", "drafts", SCHEDULER,
-        "                sequence.num_computed_tokens = end\n", "",
+        "                if sequence.block_table:  # else it has been preempted since\n"
+        "                    sequence.num_computed_tokens = end\n", "",
         (TEST_SPECULATION,), "attention reads the keys of rejected tokens",
     ),
     Mutant(

@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shiftjax.draft_options import DraftOptions
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import choose_deployments, sweep, target_from
 from shiftjax.sim.hindsight import Oracle, best_in_hindsight, oracle_of
@@ -52,6 +53,7 @@ def test_who_refuses_is_best_nowhere():
 times = st.lists(st.floats(0.0, 50.0), min_size=1, max_size=12).map(sorted)
 
 
+@settings(deadline=None)
 @given(times, st.data())
 def test_nobody_who_stays_is_better(arrivals, data):
     each = st.lists(st.floats(0.1, 9.0), min_size=len(arrivals), max_size=len(arrivals))
@@ -69,6 +71,10 @@ def test_an_oracle_knows_every_way_to_cut_the_machine():
     sizes = (1, 2, 4, 8)
     whole = {(8 // (sp * tp), 1, sp, tp) for sp in sizes for tp in sizes if sp * tp <= 8}
     assert whole < meshes and any(pp > 1 for _, pp, _, _ in meshes)
+    drafts = DraftOptions(speculation="suffix")
+    drafting = oracle_of(TARGET, drafts=drafts).deployments
+    assert [each.name for each in drafting] == [each.name for each in found]
+    assert {each.drafts for each in drafting} == {drafts}
     small = target_from({"model": "llama-70b", "machine": "a10x8", "dtype": "fp8"})
     whole_weights = [d for d in oracle_of(small).deployments if not d.layout.gathers]
     assert whole_weights and all(each.tp * each.pp > 1 for each in whole_weights)  # that fit

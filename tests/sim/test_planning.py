@@ -48,10 +48,12 @@ def test_a_group_is_no_wider_than_the_model_has_query_heads():
     assert best is not None and (best.dp, best.sp * best.tp) == (2, 8)  # 9 heads, 16 devices
 
 
-def test_with_drafts_there_are_no_stages():
+def test_with_drafts_there_are_the_same_rows():
+    """A step of a pipeline has a share of the sequences, and rows for the drafts of these."""
     target = target_from({"model": "llama-70b", "machine": "h200x8", "dtype": "fp8"})
-    found = all_deployments(target, drafts=DraftOptions(speculation="suffix"))
-    assert {each.pp for each in found} == {1} < {each.pp for each in all_deployments(target)}
+    found = all_deployments(target, drafts=DraftOptions(speculation="suffix"), max_num_seqs=64)
+    assert [each.name for each in found] == [each.name for each in all_deployments(target)]
+    assert {(each.pp, each.max_draft_rows) for each in found} >= {(1, 256), (2, 128), (8, 32)}
 
 
 MACHINES = sorted(set(machine_names()) - {"cpu"})

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from spent import thorough
 from test_same_decisions import ARRIVALS, OUTPUTS, PROMPTS, Recorder, step_seconds
 
 from shiftjax.arch.formats import Formats
@@ -12,7 +13,8 @@ from shiftjax.core.request import Request, SamplingParams
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.costs.machine_files import load_engine, load_machine
 from shiftjax.costs.step_times import StepTimes
-from shiftjax.draft_options import DraftOptions
+from shiftjax.costs.work import Work
+from shiftjax.draft_options import NO_DRAFTS, DraftOptions
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
 from shiftjax.options import ConfigError
@@ -20,7 +22,7 @@ from shiftjax.sim.drafts import WRONG, AcceptanceModel, ModelledDrafting, accept
 from shiftjax.sim.echo import EchoRunner, echo_token
 from shiftjax.sim.modelled import Target, cost_model, memory_of, modes_of, policy_of
 from shiftjax.sim.models import find_model
-from shiftjax.sim.named import standard_deployments
+from shiftjax.sim.named import deploy, standard_deployments
 from shiftjax.sim.replay import Clock, CostRunner, replay, serve
 from shiftjax.sim.replay_metrics import summary
 from shiftjax.sim.trace import TraceRequest, poisson
@@ -170,6 +172,49 @@ def test_drafts_gain_at_low_load(rate):
     for name in ("sp", "tp", "shift", "cost"):
         plain = row(trace, name)["completion_mean_seconds"]
         assert row(trace, name, "auto", AcceptanceModel((rate,)))["completion_mean_seconds"] < plain
+
+
+STAGES = "pp4tp2"
+
+
+def staged(trace, choice=None, acceptance=None):
+    drafts = NO_DRAFTS
+    if choice is not None:
+        fixed = {"fixed_drafts": True, "draft_max_seqs": 0}
+        options = fixed if choice == "fixed" else {"draft_choice": choice}
+        drafts = DraftOptions(speculation="suffix", **options)
+    wanted = deploy(H200, STAGES, drafts=drafts, **SMALL)
+    return summary(replay(trace, H200, wanted, acceptance=acceptance))
+
+
+def test_one_request_passes_all_stages_once_for_several_tokens():
+    """Each step accepts two guesses, in a third of the steps. The host waits for each."""
+    trace = [TraceRequest(0.0, 64, 999)]
+    plain = staged(trace)["seconds"]
+    drafted = staged(trace, "fixed", AcceptanceModel((1.0,), mean_tokens=2.0))["seconds"]
+    costs = cost_model(H200, deploy(H200, STAGES, **SMALL))
+    host = costs.host_seconds(Work.decode(1, 500)) + H200.engine.draft_seconds
+    assert drafted == pytest.approx((plain + 999 * host) / 3, rel=0.03)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7])
+def test_drafts_gain_in_stages_that_are_not_full(rate):
+    trace, acceptance = poisson(0.5, 10.0, 600, 60), AcceptanceModel((rate,))
+    plain = staged(trace)["completion_mean_seconds"]
+    assert staged(trace, "auto", acceptance)["completion_mean_seconds"] < 0.9 * plain
+
+
+@pytest.mark.parametrize("rate", [0.1, *thorough(0.6)])
+def test_the_choice_by_cost_does_not_lose_in_full_stages(rate):
+    traces, acceptance = [poisson(30.0, 4.0, 600, 60, n) for n in (0, 1)], AcceptanceModel((rate,))
+
+    def mean(*drafts):
+        rows = (staged(trace, *drafts) for trace in traces)
+        return sum(each["completion_mean_seconds"] for each in rows) / len(traces)
+
+    chosen = mean("auto", acceptance)
+    assert chosen <= 1.04 * mean()
+    assert chosen <= 1.04 * mean("fixed", acceptance)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.6])

@@ -5,9 +5,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from engines import checkpoint
 from harness import held_bytes
 from kit import run_command
-from oracle import quantised_files
+from oracle import numpy_speculator, quantised_files
 
 from serving.cli.check import _sum_rows, make_plan
 from serving.cli.main import make_parser
@@ -262,6 +263,24 @@ def test_check_names_what_each_stage_holds():
     assert rows["stage 2 of 3"].startswith("layers 10 to 19: 73.")
     assert rows["stage 3 of 3"].startswith("layers 20 to 29, LM head: 127.")
     assert all("160.0 KiB a KV block" in rows[f"stage {i} of 3"] for i in (1, 2, 3))
+
+
+def test_the_last_stage_has_the_speculator(tmp_path):
+    target, _, _ = checkpoint(num_hidden_layers=2)
+    speculator = {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "n_predict": 3}
+    speculator |= {"vocab_size": 199, "emb_dim": 48, "inner_dim": 4096, "tie_weights": True}
+    tensors = numpy_speculator.random_tensors(speculator, seed=5)
+    where = numpy_speculator.save(tmp_path, speculator, tensors)
+    options = {"dtype": "float32", "pp": 2, "sp": 1, "tp": 1, "max_model_len": 64}
+    config = EngineConfig.from_options(
+        model=str(target), speculation="model", draft_model=str(where), **options
+    )
+    rows = make_plan(config, open_files(config))
+    assert rows["stage 1 of 2"].startswith("layers 0 to 0, embedding: 0.")
+    assert rows["stage 2 of 2"].startswith("layers 1 to 1, LM head, speculator: ")
+    mebibytes = float(rows["stage 2 of 2"].split(": ")[1].split(" ")[0])
+    drafts = 4096 * (48 + 4096) + 2 * 199 * 4096  # of one step, as all are tied
+    assert mebibytes == pytest.approx(4 * drafts / 2**20, abs=0.5)
 
 
 def test_check_says_what_devices_and_host_hold_in_either_phase(capsys):
