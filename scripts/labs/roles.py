@@ -34,6 +34,7 @@ from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.trace import TraceRequest, load_trace, poisson, scale_rate, window
 
 SHARE = 0.9  # of the requests, that keep both targets
+AGENT_TURNS = 16
 STEP = 1.3  # a factor between loads, until one is kept and another is not
 MOST_STEPS = 9
 EXACT = 1.04  # a factor, to which the highest load is found
@@ -73,21 +74,21 @@ MODELS = {
 
 
 def agents(num: int, seed: int) -> list[TraceRequest]:
-    """Agents of 43 turns, with 142,000 tokens in and 444 out on average, 96% of them known.
+    """Agents as in vLLM's issue 57103: 142,000 tokens in, 444 out, 96% of them known.
 
-    From vLLM's issue 57103. Half of the sessions are in their midst when the trace begins. A tool
-    takes 15 s, exponentially distributed.
+    That is the mean of 43 turns of 5,680 new tokens each, after 22,700. Here sessions have
+    the first `AGENT_TURNS` of these, and begin within 20 s; a tool takes 4 s on average, and the
+    next turn comes at least 4 s after the last.
     """
-    rng, turns, new, first = random.Random(seed), 43, 5680, 22_700
+    rng, new, first = random.Random(seed), 5680, 22_700
     found = []
     for session in range(num):
-        at = rng.uniform(-turns * 20.0, 60.0)
-        for turn in range(turns):
-            at += 5.0 + rng.expovariate(1 / 15.0)
+        at = rng.uniform(0.0, 20.0)
+        for turn in range(AGENT_TURNS):
             length = first + turn * new
-            if 0.0 <= at < 60.0:
-                ids = tuple(1000 * (session + 1) + n for n in range(-(-length // 512)))
-                found.append(TraceRequest(at, length, rng.randint(144, 744), ids))
+            ids = tuple(1000 * (session + 1) + n for n in range(-(-length // 512)))
+            found.append(TraceRequest(at, length, rng.randint(144, 744), ids))
+            at += 4.0 + rng.expovariate(1 / 4.0)
     return sorted(found, key=lambda each: each.arrival_seconds)
 
 
@@ -164,8 +165,8 @@ class Cell:
         return self.runs[name, load]
 
     def ender(self, num: int) -> Callable[[Event], None]:
-        """What ends a replay of so many requests in which too many have missed their targets."""
-        missed = 0
+        """What ends a search's replay, when too many of its requests have missed their targets."""
+        missed = -num if self.given.only else 0
 
         def hear(event: Event) -> None:
             nonlocal missed
@@ -263,11 +264,19 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--requests", type=int, default=300, help="of a draw")
     parser.add_argument("--best-case", action="store_true", help="hosts side by side, free moves")
+    text = "replay these alone, commas between several, at a multiple of the traffic"
+    parser.add_argument("--only", metavar="NAMES@LOAD", help=text)
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--mooncake", type=Path, help="conversation_trace.jsonl")
     given = parser.parse_args()
     for text in given.cells:
-        compare(Cell(text, given))
+        cell = Cell(text, given)
+        if given.only is None:
+            compare(cell)
+            continue
+        names, _, load = given.only.partition("@")
+        for name in names.split(","):
+            cell.at(name, float(load))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,8 @@ class Roles(Topology):
     ) -> None:
         """Let those decode whose KV has arrived, send what there is room for, ask the policy."""
         while self._on_way and self._on_way[0].arrives <= now:
-            self._arrive(heapq.heappop(self._on_way))
+            sent = heapq.heappop(self._on_way)
+            self.send.receive(sent.target, sent.num_blocks)
         if now - self._asked_at >= ASK_SECONDS:
             self._asked_at = now
             tokens = sum(len(each.prompt_token_ids) for each in queue(num_queued))
@@ -199,17 +200,21 @@ class Roles(Topology):
     # ------------------------------------------------------------------ KV
 
     def _send_parked(self) -> None:
-        """Send what is parked, in order, to groups that decode; where it lies it just goes on."""
+        """Let what is parked decode where it lies, or send it, in order, where that is done."""
+        is_blocked = False
         for source, sequence in self._parked():
             if source.scheduler.admission.decodes:
-                if _has_place(source):
+                if self._has_place(source):
                     self._resume(sequence, source)
-                continue
-            for target in self._targets(sequence):
-                if self._begin(sequence, source, target):
-                    break
-            else:
-                return  # nobody passes it
+            elif not is_blocked:  # nobody is sent past one that has no room
+                targets = self._targets(sequence)
+                is_blocked = not any(self._begin(sequence, source, each) for each in targets)
+
+    def _has_place(self, lane: Lane) -> bool:
+        """Whether one more sequence may run in a group, beside those that are expected."""
+        num_expected = sum(each.target is lane for each in self._on_way)
+        scheduler = lane.scheduler
+        return len(scheduler.running) + num_expected < scheduler.config.max_num_seqs
 
     def _parked(self) -> Iterator[tuple[Lane, SequenceState]]:
         on_way = self.on_way
@@ -224,7 +229,7 @@ class Roles(Topology):
 
     def _targets(self, sequence: SequenceState) -> list[Lane]:
         """Groups that decode and have a place for one more, the least loaded first."""
-        lanes = [e for e in self.lanes if e.scheduler.admission.decodes and _has_place(e)]
+        lanes = [e for e in self.lanes if e.scheduler.admission.decodes and self._has_place(e)]
 
         def order(lane: Lane) -> float:
             device = lane.scheduler.tables.device
@@ -262,11 +267,6 @@ class Roles(Topology):
         self.run.num_sent_bytes, self.run.send_seconds = self.send.num_bytes, self.send.seconds
         return True
 
-    def _arrive(self, sent: _Sent) -> None:
-        self.send.receive(sent.target, sent.num_blocks)
-        if sent.target.scheduler.admission.decodes:
-            self._resume(sent.sequence, sent.target)
-
     def _resume(self, sequence: SequenceState, lane: Lane) -> None:
         """A sequence that is parked with its blocks decodes from now on."""
         siblings = lane.scheduler.detach(sequence.request.request_id)
@@ -281,8 +281,6 @@ class Roles(Topology):
         self.roles = roles
         for lane, role in zip(self.lanes, roles, strict=True):
             lane.scheduler.admission.decodes = role != "prefill"
-            if not lane.in_flight:
-                self.has_stepped(lane)
         self.run.turns.append(RoleTurn(now, roles))
 
     def _view(self, num_queued: int, tokens: int, num_seen: int, now: float) -> RoleView:
@@ -303,13 +301,6 @@ class Roles(Topology):
 
 def _has_output(sequence: SequenceState) -> bool:
     return sequence.num_output_tokens > 0 or sequence.num_pending_tokens > 0
-
-
-def _has_place(lane: Lane) -> bool:
-    """Whether one more sequence may run in a group, beside those that are expected."""
-    scheduler = lane.scheduler
-    expected = len(scheduler.running) + len(scheduler.parked)
-    return expected < scheduler.config.max_num_seqs
 
 
 def _num_prompt_tokens(lane: Lane) -> int:

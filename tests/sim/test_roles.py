@@ -184,7 +184,7 @@ def test_kv_takes_its_time_on_the_links():
 @given(st.integers(0, 10_000))
 def test_roles_change_at_random_and_nothing_is_lost(seed):
     """Nobody drains: requests go on through changes, and each token is computed once."""
-    budgets = {"prefix_caching": False, "max_num_batched_tokens": 512, "max_num_seqs": 16}
+    budgets = {"prefix_caching": False, "max_num_batched_tokens": 512, "max_num_seqs": 2}
     watched = Watched("roles:dp4", Scripted(seed), **budgets)
     requests = traffic(12, seed)
     watched.serve(requests, check=True)
