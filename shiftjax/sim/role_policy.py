@@ -15,6 +15,7 @@ HOLD_SECONDS = 1.0  # between changes, at least
 BUSY = 0.95  # of the time of groups that compute prompts: what is beyond queues up
 HORIZON_SECONDS = 10.0  # for which it does
 MISSED_SECONDS = 10.0  # that a request inside its target is worth (`sizing/target_sizes.py`)
+MIXED_SPREAD = 1.4  # of a late answer's tokens over the mean, where prompts come in between
 DOUBT = 0.4  # of a target, around it: as far may a prediction be off
 ANSWER = 128.0  # tokens, that a request is taken to wait for
 KEPT_FREE = 0.05  # of a group's KV
@@ -24,9 +25,9 @@ KEPT_FREE = 0.05  # of a group's KV
 class CostRoles:
     """The split of equal groups with the least predicted seconds of a request.
 
-    With p of G groups for prompts alone, S seconds of a prompt in one of them and r requests per
-    second, these are busy for a share b = r S / p. A request waits for what is there, for its own
-    prompt, and b / (1 - b) S / 2p for others (M/D/1, with p servers as one quicker one). Its answer
+    With p of G groups for prompts alone these are busy for a share b of the time, in full steps at
+    the rate at which requests come. A request waits for what is there, for its own prompt of S
+    seconds, and b / (1 - b) S / 2p for others (M/D/1, with p servers as one quicker one). Its answer
     takes as many steps of decodes as it has tokens. With p = 0 groups are mixed: steps with prompts
     among those of decodes, as a fleet prices them (`StepPrices.token_seconds`). A request that is
     predicted to pass its target costs `MISSED_SECONDS` more.
@@ -93,15 +94,16 @@ class CostRoles:
         )
         if held + tokens > room:  # who finds no place waits for others to end
             first += (held + tokens - room) / room * ANSWER * token
-        missed = _missed(first, self.target.ttft) + _missed(token, self.target.tpot)
+        spread = 1.0 if p else MIXED_SPREAD
+        missed = _missed(first, self.target.ttft) + _missed(spread * token, self.target.tpot)
         return first + ANSWER * token + MISSED_SECONDS * min(1.0, missed)
 
     def _split(
         self, p: int, running: int, waiting: int, tokens: float, context: float
     ) -> tuple[float, float]:
         alone = self.steps.prompt_seconds(self.width, 0, self._prompt, self._prompt)
-        backlog = tokens / self._prompt * alone / p
-        busy = self._rate * alone / p
+        rate = p * self.steps.prefill_rate(self.width)
+        backlog, busy = tokens / rate, self._rate * self._prompt / rate
         share = min(busy, BUSY)
         queue = share / (1 - share) * alone / 2 / p + max(0.0, busy - BUSY) * HORIZON_SECONDS
         num = (running + waiting) / (self.num_groups - p)
