@@ -130,6 +130,9 @@ def target_of(model: Model, best_case: bool = False) -> Target:
     return target
 
 
+STARTS = {"code": 1.0, "moon": 0.5, "agents": 12.0, "answers": 8.0}  # loads; of others 6
+
+
 class Cell:
     """Replays of one model under one traffic, with targets."""
 
@@ -137,6 +140,7 @@ class Cell:
         name, self.traffic, limits = text.split(":")
         self.text, self.model, self.given = text, MODELS[name], given
         self.ttft, self.tpot = map(float, limits.split("/"))
+        self.start = STARTS.get(self.traffic, 6.0)
         self.seeds = [int(seed) for seed in given.seeds.split(",")]
         self.runs: dict[tuple[str, float], dict[str, float]] = {}
 
@@ -166,7 +170,7 @@ class Cell:
 
     def ender(self, num: int) -> Callable[[Event], None]:
         """What ends a search's replay, when too many of its requests have missed their targets."""
-        missed = -num if self.given.only else 0
+        missed = -num if "@" in (self.given.only or "") else 0
 
         def hear(event: Event) -> None:
             nonlocal missed
@@ -218,6 +222,10 @@ class Cell:
             low, high = (middle, high) if self.keeps(name, middle) else (low, middle)
         return low
 
+    def shown(self, name: str, load: float) -> str:
+        """A deployment, and the requests per second of a load that it keeps; 0: of none."""
+        return f"{name} {self.runs[name, load]['per_second']:.3g}" if load else f"{name} none"
+
     def best(self, names: Sequence[str], start: float) -> tuple[str, float]:
         """The deployment of these that keeps most, and how much."""
         found, load = "", 0.0
@@ -228,13 +236,9 @@ class Cell:
         return found, load
 
 
-STARTS = {"code": 1.0, "moon": 0.5, "agents": 40.0, "answers": 8.0}
-
-
 def compare(cell: Cell) -> None:
     """Print the row of a cell."""
-    start = STARTS.get(cell.traffic, 6.0)
-    own, load = cell.best(SHARED, start)
+    own, load = cell.best(SHARED, cell.start)
     if not own:
         print(f"| {cell.text} | nobody keeps the targets |")
         return
@@ -249,10 +253,7 @@ def compare(cell: Cell) -> None:
     for some in (fixed[:SEARCHED], rest[:1]):
         at_least = [(name, cell.highest(name, load)) for name in some]
         lines.append(max(at_least, key=lambda each: each[1]))
-    shown = [
-        f"{name.removeprefix('roles:')} {cell.runs[name, at]['per_second']:.3g}" if at else "none"
-        for name, at in lines
-    ]
+    shown = [cell.shown(*line) for line in lines]
     ratios = [f"{at / load:.2f}" for _, at in lines[1:]]
     print(f"| {cell.text} | {' | '.join(shown)} | {' | '.join(ratios)} |", flush=True)
 
@@ -264,8 +265,8 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--requests", type=int, default=300, help="of a draw")
     parser.add_argument("--best-case", action="store_true", help="hosts side by side, free moves")
-    text = "replay these alone, commas between several, at a multiple of the traffic"
-    parser.add_argument("--only", metavar="NAMES@LOAD", help=text)
+    text = "these alone, commas between several: their highest loads, or a replay at one"
+    parser.add_argument("--only", metavar="NAMES[@LOAD]", help=text)
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--mooncake", type=Path, help="conversation_trace.jsonl")
     given = parser.parse_args()
@@ -274,9 +275,12 @@ def main() -> None:
         if given.only is None:
             compare(cell)
             continue
-        names, _, load = given.only.partition("@")
+        names, is_at, load = given.only.partition("@")
         for name in names.split(","):
-            cell.at(name, float(load))
+            if is_at:
+                cell.at(name, float(load))
+            else:
+                print(f"| {cell.text} | {cell.shown(name, cell.highest(name, cell.start))} |")
 
 
 if __name__ == "__main__":
