@@ -26,9 +26,11 @@ from typing import NamedTuple
 
 from shiftjax.core.request import Event
 from shiftjax.costs.machine import Transfer
+from shiftjax.costs.work import Work
+from shiftjax.deploy.deployment import Deployment
 from shiftjax.options import ConfigError
 from shiftjax.sim.experiments import target_from
-from shiftjax.sim.modelled import Target
+from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.named import deploy_named
 from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.trace import TraceRequest, load_trace, poisson, scale_rate, window
@@ -258,6 +260,19 @@ def compare(cell: Cell) -> None:
     print(f"| {cell.text} | {' | '.join(shown)} | {' | '.join(ratios)} |", flush=True)
 
 
+def print_steps(model: Model, num_decodes: int) -> None:
+    """Print milliseconds of a step of decodes, and of a prompt, by the devices of a group."""
+    whole = target_of(model)
+    for num in (1, 2, 4, 8):
+        target = replace(whole, machine=replace(whole.machine, num_devices=num))
+        deployment = deploy_named(target, "cost" if num > 1 else "dp")
+        assert isinstance(deployment, Deployment)
+        costs = cost_model(target, deployment)
+        works = Work.decode(num_decodes, 4300), Work.prefill(4096)
+        took = [min(costs.device_seconds(m, work) for m in costs.layout.modes) for work in works]
+        print(num, *(f"{1e3 * seconds:.1f}" for seconds in took))
+
+
 def main() -> None:
     """Compare in every cell."""
     parser = argparse.ArgumentParser(description="Replay groups with roles.")
@@ -267,11 +282,16 @@ def main() -> None:
     parser.add_argument("--best-case", action="store_true", help="hosts side by side, free moves")
     text = "these alone, commas between several: their highest loads, or a replay at one"
     parser.add_argument("--only", metavar="NAMES[@LOAD]", help=text)
+    text = "print what a step of so many decodes, and a prompt, take in the cells' models"
+    parser.add_argument("--steps", type=int, metavar="DECODES", help=text)
     parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_code.csv")
     parser.add_argument("--mooncake", type=Path, help="conversation_trace.jsonl")
     given = parser.parse_args()
     for text in given.cells:
         cell = Cell(text, given)
+        if given.steps:
+            print_steps(cell.model, given.steps)
+            continue
         if given.only is None:
             compare(cell)
             continue

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shiftjax.fleet.step_prices import Coming, StepPrices
 from shiftjax.sim.roles import Role, RoleView
@@ -27,10 +27,10 @@ class CostRoles:
 
     With p of G groups for prompts alone these are busy for a share b of the time, in full steps at
     the rate at which requests come. A request waits for what is there, for its own prompt of S
-    seconds, and b / (1 - b) S / 2p for others (M/D/1, with p servers as one quicker one). Its answer
-    takes as many steps of decodes as it has tokens. With p = 0 groups are mixed: steps with prompts
-    among those of decodes, as a fleet prices them (`StepPrices.token_seconds`). A request that is
-    predicted to pass its target costs `MISSED_SECONDS` more.
+    seconds, and b / (1 - b) S / 2p for others (M/D/1, with p servers as one quicker one). Its
+    answer takes as many steps of decodes as it has tokens. With p = 0 groups are mixed: steps with
+    prompts are among those of decodes, as a fleet prices them (`StepPrices.token_seconds`). A
+    request that is predicted to pass its target costs `MISSED_SECONDS` more.
     """
 
     num_groups: int
@@ -46,7 +46,6 @@ class CostRoles:
     _num_seen: int = 0
     _prompt: float = 0.0  # tokens that were computed of one, a moving mean
     _held_until: float = 0.0
-    _priced: list[float] = field(default_factory=list)  # by p, of the last comparison
 
     def first(self) -> Sequence[Role]:
         """Return that all are mixed."""
@@ -58,9 +57,9 @@ class CostRoles:
         if view.now < self._held_until or not self._prompt:
             return None
         now = sum(role == "prefill" for role in view.roles)
-        self._priced = [self._seconds(view, p) for p in range(self.num_groups)]
-        best = min(range(self.num_groups), key=self._priced.__getitem__)
-        if best == now or self._priced[best] > (1 - MARGIN) * self._priced[now]:
+        seconds = [self._seconds(view, p) for p in range(self.num_groups)]
+        best = min(range(self.num_groups), key=seconds.__getitem__)
+        if best == now or seconds[best] > (1 - MARGIN) * seconds[now]:
             return None
         self._held_until = view.now + HOLD_SECONDS
         return roles_of(view, best)
@@ -87,11 +86,8 @@ class CostRoles:
         predict = self._split if p else self._mixed
         first, token = predict(p, running, waiting, tokens, context)
         groups = self.num_groups - p
-        room = (
-            (1 - KEPT_FREE)
-            * groups
-            * min(self.num_kv_tokens, self.max_num_seqs * max(1.0, context))
-        )
+        of_group = min(self.num_kv_tokens, self.max_num_seqs * max(1.0, context))
+        room = (1 - KEPT_FREE) * groups * of_group
         if held + tokens > room:  # who finds no place waits for others to end
             first += (held + tokens - room) / room * ANSWER * token
         spread = 1.0 if p else MIXED_SPREAD

@@ -23,8 +23,6 @@ class RolesBackend(SimulatedBackend):
     Groups step on their own, as servers of their own would, whatever the engine.
     """
 
-    links: KvLinks
-
     @property
     def wait(self) -> Callable[[Sequence[Lane]], None]:
         """Wait for one of the lanes."""
@@ -46,7 +44,7 @@ class RolesBackend(SimulatedBackend):
         machine, clock = self.target.machine, self.clock
         costs = [move_costs(each.deployment, machine) for each in groups]
         every = list(zip(lanes, costs, units, strict=True))
-        self.links = KvLinks(
+        links = KvLinks(
             {id(lane): cost for of_side, cost, _ in every for lane in of_side},
             {id(lane): unit for of_side, _, unit in every for lane in of_side},
             clock,
@@ -57,7 +55,7 @@ class RolesBackend(SimulatedBackend):
             clock.next_due = seconds
 
         flat = [lane for of_side in lanes for lane in of_side]
-        return Roles(flat, self.links, _policy(groups, lanes), due)
+        return Roles(flat, links, _policy(groups, lanes), due)
 
 
 def _policy(groups: Sequence[Groups], lanes: Sequence[Sequence[Lane]]) -> RolePolicy:
