@@ -54,6 +54,9 @@ class Drafter(NamedTuple):
     clock: Callable[[], float]
 
 
+MakeTopology = Callable[[Sequence[Sequence[Lane]]], Topology]
+
+
 class Groups(NamedTuple):
     """The groups of one deployment with their runners; all else by units of a group."""
 
@@ -77,6 +80,7 @@ class Started(NamedTuple):
     adapters: AdapterPool | None = None
     notes: Notes | None = None  # of tokens, as their steps tell them; None: nothing is kept
     hosts: Replicas | None = None  # where hosts have groups of their own
+    topology: MakeTopology | None = None  # of the lanes of each deployment; None: as these say
 
 
 class Backend(Protocol):
@@ -103,17 +107,17 @@ class Backend(Protocol):
 
 
 def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
-    """Return the engine of one deployment, or of one for each phase, prefill first.
+    """Return the engine of one deployment, or of two: of prompts, and of decodes.
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing, adapters, notes, hosts = backend.start(deployments)
+    groups, mover, exchange, routing, adapters, notes, hosts, made = backend.start(deployments)
     first = groups[0]
     ranks = {0, *first.host_of.values()}
     memory = {rank: HostMemory(first.deployment.host_bytes) for rank in ranks}
-    shared = memory, notes, adapters
+    shared = memory, notes, adapters, len(groups) > 1
     lanes = [_make_lanes(each, *shared, is_phase=exchange is not None) for each in groups]
-    topology: Topology | None = None
+    topology: Topology | None = made(lanes) if made is not None else None
     if exchange is not None:
         by_phase = dict(zip(PHASES, lanes, strict=True))
         topology = Resharding(by_phase, exchange, memory[0], backend.now)
@@ -154,6 +158,7 @@ def _make_lanes(
     memory: Mapping[int, HostMemory],
     notes: Notes | None,
     adapters: AdapterPool | None,
+    is_one_of_several: bool,
     *,
     is_phase: bool,
 ) -> list[Lane]:
@@ -166,7 +171,7 @@ def _make_lanes(
     if deployment.widths:
         sizes = {group: deployment.of_width(group.width).block_size for group in groups.runners}
         blocks = share(deployment.num_blocks, sizes)
-    has_own = is_phase or bool(deployment.widths)
+    has_own = is_one_of_several or bool(deployment.widths)
     lanes = []
     for group, runner in groups.runners.items():
         of_width, policy = deployment.of_width(group.width), groups.policies[group.width]

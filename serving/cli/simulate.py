@@ -35,7 +35,7 @@ from shiftjax.sim.experiments import (
 from shiftjax.sim.hindsight import Oracle
 from shiftjax.sim.kv_positions import positions_in_words
 from shiftjax.sim.modelled import Target, cost_model
-from shiftjax.sim.named import Phases, standard_deployments
+from shiftjax.sim.named import ROLES, Phases, RoleSplit, standard_deployments
 from shiftjax.sim.numerics_words import numerics_in_words
 from shiftjax.sim.planning import (
     beside_in_words,
@@ -313,8 +313,12 @@ def simulate(arguments: argparse.Namespace, config: EngineConfig, sampling: Samp
     points = sweep(requests, target, deployments, factors, _acceptance(arguments.acceptance))
     rows = [point.row() for point in points]
     more = [
-        name for name in ("fleet", "phases", "best") if any(getattr(p.replay, name) for p in points)
+        name
+        for name in ("fleet", "phases", "roles", "best")
+        if any(getattr(p.replay, name) for p in points)
     ]
+    if any(not point.replay.deployment.targets.are_none for point in points):
+        more.append("targets")
     meanings = [in_words(point.replay) for point in points]
     shown = [_shown(row, words, more) for row, words in zip(rows, meanings, strict=True)]
     print(as_text(shown))
@@ -350,7 +354,7 @@ def compared_names(texts: Sequence[str]) -> list[str]:
 
 
 def _check_use(
-    arguments: argparse.Namespace, deployments: Sequence[Deployment | Phases | Oracle]
+    arguments: argparse.Namespace, deployments: Sequence[Deployment | Phases | RoleSplit | Oracle]
 ) -> None:
     """Raise ConfigError for flags that no deployment has a use for."""
     plain = [each for each in deployments if isinstance(each, Deployment)]
@@ -378,9 +382,8 @@ def in_words(replay: Replay) -> str:
     deployment = replay.deployment
     if replay.best:
         return "the best of all, in hindsight"
-    if replay.phases:
-        prefill, _, decode = deployment.name.partition(":")
-        return f"prompts in {prefill}, decodes in {decode}"
+    if replay.roles or replay.phases:
+        return _sides_in_words(deployment.name)
     if deployment.widths:
         units, fixed = f"{deployment.grid.units} units of tp{deployment.tp}", deployment.fixed
         if fixed:
@@ -391,6 +394,15 @@ def in_words(replay: Replay) -> str:
         return degrees
     gathers = ", gathers" if deployment.layout.gathers else ""
     return f"{degrees}{gathers}, {deployment.policy_class.in_words(deployment.threshold)}"
+
+
+def _sides_in_words(name: str) -> str:
+    """What prompts and decodes have for themselves, in turns or side by side."""
+    head, _, rest = next(word for word in name.split(",") if ":" in word).partition(":")
+    if head != ROLES:
+        return f"prompts in {head}, decodes in {rest}"
+    prefill, plus, decode = rest.partition("+")
+    return f"prompts in {prefill}, decodes in {decode}" if plus else f"{prefill}, roles by cost"
 
 
 def _host_bytes(text: str | None) -> int:
@@ -423,6 +435,8 @@ def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, 
         values = [row[column] for column in percentiles(metric, ())]
         shown[f"{metric} p50/90/99 s"] = "/".join("-" if v is None else f"{v:.3g}" for v in values)
     shown["mean s"] = row["completion_mean_seconds"]
+    if "targets" in more:
+        shown["inside/s"] = row["goodput_requests_per_second"]
     kinds = ("base", "between", "shift")
     shown[f"steps {'/'.join(kinds)}"] = "/".join(str(row[f"steps_{kind}"]) for kind in kinds)
     if row["drafted_tokens"]:
@@ -439,6 +453,9 @@ def _shown(row: Mapping[str, Any], is_a: str, more: Sequence[str]) -> dict[str, 
     if "fleet" in more:
         shown |= {name: row[name] for name in ("binds", "releases", "moved_sequences")}
         shown |= {"moved GB": row["moved_bytes"] / 1e9, "arrangements": row["arrangements"]}
+    if "roles" in more:
+        shown |= {"splits": row["splits"], "role changes": row["role_changes"]}
+        shown |= {"sent": row["kv_sent_sequences"], "sent GB": row["kv_sent_bytes"] / 1e9}
     if "best" in more:
         shown["best in windows"] = row["best_in_windows"]
     return shown | {"switches": row["mode_switches"], "failed": row["failed"]}

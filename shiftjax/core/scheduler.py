@@ -373,10 +373,10 @@ class Scheduler:
         for sequence in sequences:
             if not self.tables.swap_out(sequence):
                 self.tables.forget(sequence)
-            self._park(sequence)
+            self.park(sequence)
 
-    def _park(self, sequence: SequenceState) -> None:
-        """It has no blocks; with it go the continuations that wait for its prompt."""
+    def park(self, sequence: SequenceState) -> None:
+        """It waits for another group; with it go the continuations that wait for its prompt."""
         for each in sequence.siblings:
             if each is sequence or each.status is Status.WAITING:
                 self._leave_queue(each)
@@ -404,7 +404,7 @@ class Scheduler:
                 position += 1
                 continue
             if verdict == "park":
-                self._park(sequence)
+                self.park(sequence)
                 continue
             if sequence.num_preemptions and is_in_flight(sequence, in_flight):
                 break  # what it had computed, and sampled, is not known yet
@@ -544,7 +544,7 @@ class Scheduler:
             sequence.num_pending_tokens = 0
             self._wait(sequence)
         for sequence in self.admission.leaving(alive):
-            self._park(sequence)  # swapped out already
+            self.park(sequence)  # swapped out already
 
     def renew(self, version: int, *, recompute: bool) -> None:
         """The weights are others, of this version. No step is in flight.

@@ -64,6 +64,11 @@ class MoveCosts(NamedTuple):
         """Seconds of the devices until so many blocks are copied inside their pool."""
         return INNER_COPIES * num_blocks * self.block_bytes / self._rate
 
+    def side_seconds(self, num_blocks: int) -> float:
+        """Seconds of the devices of one side, where other devices take or give so many blocks."""
+        kernels = CALL_KERNELS * self.layout.model.num_layers * self.machine.kernel_seconds
+        return COPIES / 2 * num_blocks * self.block_bytes / self._rate + kernels
+
     def seconds(self, num_tokens: int, ways: int) -> float:
         """Seconds of the devices until the tokens of the fullest narrow group have moved.
 

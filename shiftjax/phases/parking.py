@@ -21,7 +21,7 @@ class Parking(Admission):
 
     def leaving(self, sequences: Iterable[SequenceState]) -> list[SequenceState]:
         """Return the sequences whose first token is committed."""
-        return [sequence for sequence in sequences if _has_begun(sequence)]
+        return [sequence for sequence in sequences if has_begun(sequence)]
 
     def verdict(
         self, sequence: SequenceState, tables: BlockTables
@@ -60,7 +60,7 @@ def _num_kept(sequence: SequenceState, tables: BlockTables) -> int:
     return 0 if ends else tables.device.blocks_for(num_tokens)
 
 
-def _has_begun(sequence: SequenceState) -> bool:
+def has_begun(sequence: SequenceState) -> bool:
     """Whether it has output, and only its last token has not been computed."""
     num_left = len(sequence.token_ids) - sequence.num_computed_tokens
     return num_left == 1 and not sequence.num_pending_tokens and sequence.num_output_tokens > 0

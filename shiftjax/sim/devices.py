@@ -28,6 +28,7 @@ class Clock:
         self._now = 0.0
         self.next_arrival = float("inf")
         self.seen_at = 0.0  # when the results that were fetched last were seen
+        self.next_due = float("inf")  # when something that is no step will end
 
     @property
     def now(self) -> float:
@@ -43,8 +44,8 @@ class Clock:
         return self.seen_at
 
     def wait_for_one(self, lanes: Sequence[Lane]) -> None:
-        """Until the first of these groups has a step ready, or a request comes."""
-        self.now = max(self.now, min(self.next_arrival, *map(_ready_at, lanes)))
+        """Until the first of these groups has a step ready, a request comes, or KV is due."""
+        self.now = max(self.now, min(self.next_arrival, self.next_due, *map(_ready_at, lanes)))
 
     def wait_for_all(self, lanes: Sequence[Lane]) -> None:
         """Until all of them have."""

@@ -22,7 +22,7 @@ from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.hindsight import ORACLE, Oracle, best_in_hindsight, oracle_of
 from shiftjax.sim.modelled import Target, cost_model
 from shiftjax.sim.models import find_model
-from shiftjax.sim.named import Phases, deploy_named
+from shiftjax.sim.named import Phases, RoleSplit, deploy_named
 from shiftjax.sim.replay import Replay, replay
 from shiftjax.sim.replay_metrics import makespan, summary
 from shiftjax.sim.trace import (
@@ -94,12 +94,12 @@ def target_of(
 
 def choose_deployments(
     target: Target, names: Sequence[str], **budgets: Any
-) -> list[Deployment | Phases | Oracle]:
+) -> list[Deployment | Phases | RoleSplit | Oracle]:
     """Deployments by name (`sim/named.py`) with these budgets, and an oracle of all.
 
     Raises ConfigError with what is wrong with all names.
     """
-    found: list[Deployment | Phases | Oracle] = []
+    found: list[Deployment | Phases | RoleSplit | Oracle] = []
     problems: list[str] = []
     for name in names:
         try:
@@ -131,7 +131,7 @@ class SweepPoint:
 def sweep(
     requests: Sequence[TraceRequest],
     target: Target,
-    deployments: Sequence[Deployment | Phases | Oracle],
+    deployments: Sequence[Deployment | Phases | RoleSplit | Oracle],
     factors: Iterable[float],
     acceptance: AcceptanceModel | None = None,
 ) -> list[SweepPoint]:
@@ -154,7 +154,7 @@ def sweep(
         else:
             scaled = scale_rate(requests, factor)
 
-        def served(each: Deployment | Phases) -> Replay:
+        def served(each: Deployment | Phases | RoleSplit) -> Replay:
             return replay(scaled, target, each, acceptance=acceptance)
 
         oracles = [each for each in deployments if isinstance(each, Oracle)]

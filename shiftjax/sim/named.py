@@ -4,6 +4,8 @@
     pp4tp2                  degrees; as many such groups as the machine holds
     pp8:tp8                 degrees of prompts and of decodes, in turns
     fleet:load:tp2          a fleet, and words of `FLEET_WORDS` or degrees after colons
+    roles:dp2+dp3tp2        degrees of the groups for prompts and of those that decode
+    roles:dp8               degrees of groups whose roles a policy changes
     shift,max_num_seqs=64   names and settings, or controls, joined; these win over names
 
 All go through the same `resolve` as the settings of an engine.
@@ -38,6 +40,7 @@ from shiftjax.sim.modelled import Target, as_built_by, cost_model, least_tp
 
 Fragment = dict[str, Any]  # settings, and controls, by their names
 FLEET = "fleet"
+ROLES = "roles"
 FLEET_WORDS: Mapping[str, Fragment] = {
     **{name: {"policy": name} for name in ("greedy", "threshold", "shift")},
     **{name: {"fleet_policy": name} for name in FLEET_POLICIES},
@@ -53,6 +56,14 @@ class Phases:
 
     name: str
     by_phase: Mapping[Phase, Deployment]
+
+
+@dataclass(frozen=True)
+class RoleSplit:
+    """Groups for prompts and groups that decode, side by side; one kind alone: roles by cost."""
+
+    name: str
+    sides: tuple[Deployment, ...]
 
 
 def _replicas(target: Target) -> Fragment:
@@ -74,7 +85,7 @@ NAMED: Mapping[str, Callable[[Target], Fragment]] = {
 STANDARD = ("dp", "tp", "sp", "shift", "cost", "greedy")
 
 
-def deploy_named(target: Target, text: str, **budgets: Any) -> Deployment | Phases:
+def deploy_named(target: Target, text: str, **budgets: Any) -> Deployment | Phases | RoleSplit:
     """What a name says, as an engine of the target's kind makes it.
 
     `budgets` are of all that is compared: settings, or `threshold`, `drafts`, `fleet` and
@@ -124,6 +135,8 @@ def _named(target: Target, name: str) -> Fragment:
         for word in rest.split(":") if colon else ():
             found |= _of_fleet(word)
         return found
+    if head == ROLES:
+        return {ROLES: rest, "policy": "cost"}
     if name in NAMED:
         return NAMED[name](target)
     if name in POLICIES:
@@ -172,8 +185,10 @@ def _filling(target: Target, degrees: Degrees) -> Degrees:
 
 def _deploy(
     target: Target, name: str, fragment: Fragment, budgets: Mapping[str, Any]
-) -> Deployment | Phases:
+) -> Deployment | Phases | RoleSplit:
     """A policy of simulations takes the place of the cost policy, for no engine has it."""
+    if ROLES in fragment:
+        return _role_split(target, name, fragment, budgets)
     policy = POLICIES.get(str(fragment.get("policy")))
     is_simulated = policy is not None and policy.is_simulated
     known = fragment | ({"policy": "cost"} if is_simulated else {})
@@ -188,6 +203,35 @@ def _deploy(
     own = policy.name if policy is not None else deployment.policy
     built = as_built_by(target.engine, replace(deployment, name=name, policy=own))
     return as_used(built, partial(cost_model, target))
+
+
+def _role_split(
+    target: Target, name: str, fragment: Fragment, budgets: Mapping[str, Any]
+) -> RoleSplit:
+    """Each side on its part of the machine. Raises ConfigError."""
+    spelled, rest = fragment[ROLES].split("+"), {n: v for n, v in fragment.items() if n != ROLES}
+    try:
+        sides = [parse_degrees(text) for text in spelled]
+    except ValueError as error:
+        raise ConfigError([str(error)]) from None
+    num_devices = target.machine.num_devices
+    wrong = []
+    if len(sides) > 2 or sum(each.num_devices for each in sides) != num_devices:
+        wrong.append(f"roles are PREFILL+DECODE on all {num_devices} devices, or groups alike")
+    if any(each.pp > 1 for each in sides):
+        wrong.append("groups with roles have no stages")
+    if len(sides) == 1 and sides[0].dp == 1:
+        wrong.append("one group alone has no roles to share")
+    if wrong:
+        raise ConfigError(wrong)
+    found = []
+    for each in sides:
+        part = replace(target, machine=replace(target.machine, num_devices=each.num_devices))
+        found.append(_deploy(part, name, each._asdict() | rest, budgets))
+    plain = tuple(each for each in found if isinstance(each, Deployment))
+    if any(any(each.windows) or each.widths or each.drafts.copies for each in plain):
+        raise ConfigError(["roles with windows, fleets or drafts are not simulated"])
+    return RoleSplit(name, plain)
 
 
 def _phases(target: Target, config: EngineConfig) -> dict[Phase, Deployment]:

@@ -32,9 +32,11 @@ from shiftjax.sim.devices import Clock, CostMover, CostRunner, StepRecord
 from shiftjax.sim.drafts import AcceptanceModel
 from shiftjax.sim.front_end import FrontEnd, opening_seconds, reading_seconds
 from shiftjax.sim.modelled import Target
-from shiftjax.sim.named import Phases
+from shiftjax.sim.named import Phases, RoleSplit
 from shiftjax.sim.phase_exchange import CostExchange, Switch
-from shiftjax.sim.sim_backend import make_engine
+from shiftjax.sim.roles import Roles, RolesRun
+from shiftjax.sim.roles_backend import RolesBackend
+from shiftjax.sim.sim_backend import SimulatedBackend, make_engine
 from shiftjax.sim.trace import TraceRequest
 
 IDLE_SECONDS = 0.05  # that pass in a turn in which nothing can be done, say for a pause to end
@@ -87,6 +89,7 @@ class Replay:
     num_preemptions: int
     fleet: FleetRun | None = None
     phases: PhasesRun | None = None  # `deployment` is then that of the prompts
+    roles: RolesRun | None = None  # `deployment` is then that of the first side
     best: Mapping[str, int] | None = None  # of an oracle: windows in which each deployment was best
 
     @property
@@ -98,21 +101,26 @@ class Replay:
 def replay(
     requests: Sequence[TraceRequest],
     target: Target,
-    deployment: Deployment | Phases,
+    deployment: Deployment | Phases | RoleSplit,
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
+    hear: Callable[[Event], None] = lambda _: None,
 ) -> Replay:
     """Serve a trace, sorted by arrival, or a closed loop, to its end.
 
-    `belief` is what a cost policy thinks, `acceptance` how often drafts are right.
+    `belief` is what a cost policy thinks, `acceptance` how often drafts are right; `hear` is told
+    of all events.
     """
-    clock = Clock()
+    clock, kind = Clock(), SimulatedBackend
     if isinstance(deployment, Phases):
         deployments = [deployment.by_phase[phase] for phase in PHASES]
         first = replace(deployments[0], name=deployment.name)
+    elif isinstance(deployment, RoleSplit):
+        deployments, kind = deployment.sides, RolesBackend
+        first = replace(deployments[0], name=deployment.name)
     else:
         deployments, first = [deployment], deployment
-    engine, runners = make_engine(target, deployments, clock, belief, acceptance)
+    engine, runners = make_engine(target, deployments, clock, belief, acceptance, kind)
     vocab_size = target.model.vocab_size
     adapters = _adapters_of(first, engine)
     coming = (
@@ -124,7 +132,7 @@ def replay(
     waits = (target.engine.chat_latency_seconds, opening_seconds(target.engine, target.machine))
     if reading or any(waits):
         arrivals = FrontEnd(arrivals, reading, *waits)
-    records, num_refused = serve(engine, clock, arrivals)
+    records, num_refused = serve(engine, clock, arrivals, hear)
     stats = engine.stats()
     steps = [step for runner in runners for step in runner.steps]
     return Replay(
@@ -136,6 +144,7 @@ def replay(
         sum(stats.num_preemptions.values()),
         _fleet_run(first, engine),
         _phases_run(engine, runners),
+        _roles_run(engine),
     )
 
 
@@ -148,6 +157,11 @@ def _phases_run(engine: Engine, runners: Sequence[CostRunner]) -> PhasesRun | No
     moved = host.num_offloaded_bytes, host.num_restored_bytes
     waited = sum(runner.waited_seconds for runner in runners)
     return PhasesRun(tuple(exchange.switches), *moved, waited)
+
+
+def _roles_run(engine: Engine) -> RolesRun | None:
+    roles = engine.topology.find(Roles)
+    return None if roles is None else roles.run
 
 
 def _fleet_run(deployment: Deployment, engine: Engine) -> FleetRun | None:
@@ -200,7 +214,7 @@ def serve(
                 record = ended[name] = _record(event, open_requests.pop(name))
                 coming.ended(record.arrival + record.completion)
         if clock.now == begin and not any(lane.in_flight for lane in engine.lanes):
-            clock.now = min(coming.next_seconds, begin + IDLE_SECONDS)
+            clock.now = min(coming.next_seconds, clock.next_due, begin + IDLE_SECONDS)
     return [ended[name] for name in names], num_refused
 
 

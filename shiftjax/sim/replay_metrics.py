@@ -9,6 +9,7 @@ from shiftjax.fleet.stats import FleetStats
 from shiftjax.parallel.arrangements import Arrangement, spelled
 from shiftjax.sim.columns import Row, latencies, percentiles, row_of_run
 from shiftjax.sim.replay import Replay
+from shiftjax.sim.roles import RolesRun
 
 PEAK_SECONDS = 5.0  # the window in which the peak throughput is counted
 
@@ -84,6 +85,19 @@ def phase_shares(replay: Replay) -> dict[str, float]:
     return {name: seconds / makespan(replay) for name, seconds in spent.items()}
 
 
+def role_shares(replay: Replay) -> dict[str, float]:
+    """The share of time of each split, as prompt groups + others, the largest first."""
+    if replay.roles is None:
+        return {}
+    spent: defaultdict[str, float] = defaultdict(float)
+    turns, end = replay.roles.turns, makespan(replay)
+    ends = [*(turn.seconds for turn in turns[1:]), end]
+    for turn, until in zip(turns, ends, strict=True):
+        num = turn.roles.count("prefill")
+        spent[f"{num}+{len(turn.roles) - num}"] += until - turn.seconds
+    return {name: spent[name] / end for name in sorted(spent, key=spent.__getitem__, reverse=True)}
+
+
 def queue_by_priority(replay: Replay) -> list[Row]:
     """Seconds in the queue of every class of requests, the most urgent first."""
     classes = sorted({request.priority for request in replay.requests})
@@ -106,7 +120,8 @@ def summary(replay: Replay) -> Row:
     row: Row = {
         name: getattr(deployment, name) for name in ("name", "dp", "pp", "sp", "tp", "policy")
     }
-    row |= row_of_run(requests, replay.num_refused, makespan(replay))
+    limits = deployment.targets.default
+    row |= row_of_run(requests, replay.num_refused, makespan(replay), *limits)
     row |= percentiles("queue", latencies(requests, "queue"))
     row["peak_tokens_per_second"] = peak_throughput(replay)
     steps = Counter(step.mode.label for step in replay.steps)
@@ -116,6 +131,7 @@ def summary(replay: Replay) -> Row:
     row["preemptions"] = replay.num_preemptions
     row |= _of_fleet(replay)
     row |= _of_phases(replay)
+    row |= _of_roles(replay)
     row["best_in_windows"] = " ".join(f"{name}:{n}" for name, n in (replay.best or {}).items())
     prompts = sum(r.num_prompt_tokens for r in requests)
     row["drafted_tokens"] = sum(r.num_proposed_tokens for r in requests)
@@ -135,6 +151,18 @@ def _of_phases(replay: Replay) -> Row:
     row["kv_restored_bytes"] = run.num_restored_bytes if run else 0
     row["restore_wait_seconds"] = run.waited_seconds if run else 0.0
     return row
+
+
+def _of_roles(replay: Replay) -> Row:
+    """What became of roles; without them there is nothing to say."""
+    run = replay.roles or RolesRun()
+    return {
+        "role_changes": max(0, len(run.turns) - 1),
+        "kv_sent_sequences": run.num_sent,
+        "kv_sent_bytes": run.num_sent_bytes,
+        "kv_send_seconds": run.send_seconds,
+        "splits": " ".join(f"{name}:{share:.0%}" for name, share in role_shares(replay).items()),
+    }
 
 
 def _of_fleet(replay: Replay) -> Row:

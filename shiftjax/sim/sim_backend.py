@@ -132,12 +132,13 @@ def make_engine(
     clock: Clock,
     belief: GroupCosts | None = None,
     acceptance: AcceptanceModel | None = None,
+    kind: "type[SimulatedBackend]" = SimulatedBackend,
 ) -> tuple[Engine, list[CostRunner]]:
     """Return an engine on virtual devices, and these. Raises ConfigError as a backend does.
 
     A fleet keeps all of its history; the groups of a greedy one come and go for nothing.
     """
-    backend = SimulatedBackend(target, clock, belief, acceptance)
+    backend = kind(target, clock, belief, acceptance)
     engine = assemble(deployments, backend)
     fleet = engine.topology.find(Fleet)
     if fleet is not None:

@@ -420,6 +420,15 @@ def test_phases_have_shares_of_time_and_a_strip(capsys, tmp_path):
     assert "<h2>phases over time" in page and "<h2>pp8:tp8: switches" in page
 
 
+def test_roles_say_their_splits_what_was_sent_and_who_kept_the_targets(capsys):
+    names = ("roles:sp4+dp4,target_tpot=0.001", "roles:dp8", "dp")
+    assert main([*QUICK, "--compare", *names]) == 0
+    head, fixed, by_cost, plain = capsys.readouterr().out.splitlines()
+    assert "inside/s" in head and "sent GB" in head
+    assert "prompts in sp4, decodes in dp4" in fixed and "1+4:100%" in fixed
+    assert "dp8, roles by cost" in by_cost and "roles" not in plain
+
+
 @pytest.mark.parametrize(
     ("more", "fragment"),
     [
