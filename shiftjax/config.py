@@ -295,10 +295,24 @@ class CacheOptions:
         check=_size,
     )
 
+    disk_cache_dir: str | None = option(
+        None,
+        "directory, on a local disk, for KV blocks that fall out of host memory: prefixes that are "
+        "found again, also after a restart",
+    )
+    disk_cache_bytes: str = option(
+        "64GiB", "bytes that files in disk_cache_dir may have, like 500GiB", check=_size
+    )
+
     @property
     def host_bytes(self) -> int:
         """`host_memory` as a number."""
         return num_bytes_of(self.host_memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk_cache_bytes` as a number."""
+        return num_bytes_of(self.disk_cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -638,6 +652,18 @@ def _host_memory_is_used(
     )
 
 
+def _disk_is_used(
+    disk_cache_dir: str | None, disk_cache_bytes: str, host_memory: str, prefix_caching: bool
+) -> str | None:
+    if disk_cache_dir is None:
+        return None
+    if not num_bytes_of(disk_cache_bytes):
+        return "disk_cache_bytes = 0 leaves no room in disk_cache_dir: drop that"
+    if not num_bytes_of(host_memory):
+        return "disk_cache_dir needs host_memory, say 8GiB: what falls out of it goes to the disk"
+    return None if prefix_caching else "disk_cache_dir has no meaning without prefix_caching"
+
+
 def _pool_holds_a_sequence(
     max_model_len: int | None, num_blocks: int | None, block_size: int, fleet: bool, kv_split: str
 ) -> str | None:
@@ -726,6 +752,7 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "tp": (None, _ALL_DEGREES),
             "fleet": (False, "groups of a fleet prefill and decode side by side"),
             "speculation": ("none", "it is for throughput, and drafts are for latency"),
+            "disk_cache_dir": (None, "prompts come once"),
         },
     ),
     "enable_lora": (
@@ -782,6 +809,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _threshold_is_used,
     _machine_is_used,
     _host_memory_is_used,
+    _disk_is_used,
     _pool_holds_a_sequence,
     _buckets_hold_the_decodes,
     _buckets_reach_the_budget,

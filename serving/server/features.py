@@ -9,6 +9,8 @@ from serving.server.async_engine import AsyncEngine
 from shiftjax.adapters import state_told
 from shiftjax.adapters.pool import AdapterState
 from shiftjax.core.stats import EngineStats
+from shiftjax.disk_tier import disk_stats
+from shiftjax.disk_tier.disk_stats import DiskStats
 from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet import state as fleet_state
@@ -31,6 +33,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     """Metrics of now. What is off yields its histograms without values, or nothing."""
     stats = engine.stats
     yield from host_stats.metrics(stats.find(HostStats))
+    yield from disk_stats.metrics(stats.find(DiskStats))
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))

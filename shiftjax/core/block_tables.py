@@ -4,7 +4,7 @@ The scheduler decides *when*; this file keeps block tables, the prefix cache and
 agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from shiftjax.core.blocks import (
@@ -186,7 +186,7 @@ class BlockTables:
         sequence.places = places
         return True
 
-    def finish_plan(self, *, is_planned: bool, waiting: Iterable[SequenceState] = ()) -> TierMoves:
+    def finish_plan(self, *, is_planned: bool, waiting: Sequence[SequenceState] = ()) -> TierMoves:
         """The copies between the tiers that the plan needs; without a plan there are none.
 
         Those of `waiting` that come next have prefetched what the second tier will give them.
@@ -194,6 +194,8 @@ class BlockTables:
         evicted, self._evicted = self._evicted, []
         if not is_planned:
             return self.tier.finish(is_planned=False)
+        for sequence in islice(waiting, MOST_AHEAD):
+            self.awaits(sequence)  # may need room: comes before what this plan writes
         self.tier.save(evicted)
         wanted = chain.from_iterable(map(self._extents_of, islice(waiting, MOST_AHEAD)))
         return self.tier.finish(is_planned=True, wanted=wanted)
@@ -204,9 +206,19 @@ class BlockTables:
             return dict.fromkeys(place.extent for place in sequence.places)
         if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
+        return self.tier.extents_of(self._lacking(sequence))
+
+    def awaits(self, sequence: SequenceState) -> bool:
+        """Whether a sequence had better wait for what the second tier fetches for it."""
+        if sequence.places or not self.tier.fetches or not self._may_have_prefix(sequence):
+            return False
+        return self.tier.awaits(sequence, self._lacking(sequence))
+
+    def _lacking(self, sequence: SequenceState) -> Iterator[bytes]:
+        """The hashes of units from the first block on that devices lack; found out when asked."""
         hashes, limit = self._hashes(sequence), self._findable(sequence)
         num_here = sum(1 for _ in takewhile(self.device.is_indexed, hashes[:limit]))
-        return self.tier.extents_of(self._units(sequence, num_here, limit))
+        yield from self._units(sequence, num_here, limit)
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the second tier."""

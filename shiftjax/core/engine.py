@@ -103,6 +103,8 @@ class Engine:
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
         if not busy and self.holds != "all":
             self.topology.idle(num_queued and len(self._queue))
+            for lane in self.lanes:
+                lane.scheduler.tables.tier.idle()
         if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
@@ -317,6 +319,7 @@ class Engine:
         """End what works in the background; requests that come later are served without it."""
         for lane in self.lanes:
             lane.scheduler.lookahead.close()
+            lane.scheduler.tables.tier.close()
 
     def check(self) -> None:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""

@@ -386,7 +386,8 @@ class Scheduler:
         ):
             sequence = self.waiting[position]
             verdict = self.admission.verdict(sequence, self.tables)
-            if _waits_for_prompt(sequence) or verdict == "skip":
+            is_skipped = _waits_for_prompt(sequence) or verdict == "skip"
+            if is_skipped or (verdict == "admit" and self.tables.awaits(sequence)):
                 position += 1
                 continue
             if verdict == "park":

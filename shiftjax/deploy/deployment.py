@@ -88,6 +88,8 @@ class Deployment:
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     host_bytes: int = 0  # of host memory for KV blocks, of all groups
+    disk_dir: str | None = None  # for KV blocks that fall out of it; None: they are lost
+    disk_bytes: int = 0  # that files there may have
     drafts: DraftOptions = NO_DRAFTS
     max_draft_rows: int = 0
     widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet

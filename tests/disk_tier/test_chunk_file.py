@@ -1,0 +1,69 @@
+"""A chunk is read as it was written, or not at all."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic_kit import FAST
+
+from shiftjax.core.blocks import CachedPrefix
+from shiftjax.disk_tier.chunk_file import (
+    ChunkError,
+    Contents,
+    most_bytes,
+    read_chunk,
+    read_header,
+    write_chunk,
+)
+
+UNITS = [
+    CachedPrefix(b"a" * 16, [1, 2, 3, 130_000]),
+    None,
+    CachedPrefix(b"b" * 16, [4, 5, 6, 2_147_483_647]),
+]
+PIECES = [np.arange(24, dtype=np.float32).reshape(2, 3, 4), np.arange(10, dtype=np.int8)]
+CONTENTS = Contents("model", 4, 4, UNITS, [])
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "one.kv"
+    num_bytes = write_chunk(path, CONTENTS, PIECES)
+    assert num_bytes == path.stat().st_size <= most_bytes(3, 4, 106)
+    return path
+
+
+def test_a_chunk_comes_back(path):
+    contents, pieces = read_chunk(path)
+    assert contents == CONTENTS._replace(sizes=[96, 10]) == read_header(path).contents
+    assert [piece.tobytes() for piece in pieces] == [each.tobytes() for each in PIECES]
+    assert path.stat().st_mode & 0o077 == 0  # others' prompts
+    assert [each.name for each in path.parent.iterdir()] == ["one.kv"]
+
+
+@settings(FAST, max_examples=60)
+@given(st.data())
+def test_no_damage_is_read(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("chunks") / "one.kv"
+    write_chunk(path, CONTENTS, PIECES)
+    whole = path.read_bytes()
+    place = data.draw(st.integers(0, len(whole) - 1))
+    kind = data.draw(st.sampled_from(["flip", "cut", "longer"]))
+    damaged = {
+        "flip": whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :],
+        "cut": whole[:place],
+        "longer": whole + b"x",
+    }[kind]
+    path.write_bytes(damaged)
+    with pytest.raises(ChunkError):
+        read_chunk(path)
+
+
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
+    def full(file, part):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shiftjax.disk_tier.chunk_file._write_all", full)
+    with pytest.raises(OSError, match="No space"):
+        write_chunk(tmp_path / "one.kv", CONTENTS, PIECES)
+    assert list(tmp_path.iterdir()) == []
