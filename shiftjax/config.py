@@ -740,6 +740,7 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "fleet": (False, "groups over hosts do not change; dp has some on each host"),
             "pp": (1, "stages pass their hidden states on one machine"),
             "phases": (None, "weights change places on one machine"),
+            "disk_cache_dir": (None, "files are of one machine"),
             "routed_experts": (False, "a host is told of the tokens of its own devices alone"),
         },
     ),

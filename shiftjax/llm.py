@@ -24,6 +24,7 @@ from shiftjax.core.request import (
 )
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.disk_tier.disk_stats import DiskStats
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.explain.explanation import explain
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
@@ -116,7 +117,10 @@ class LLM:
         self._compiles.start()
 
     def close(self) -> None:
-        """Stop counting compilations, and indexing; the rest is freed with the object."""
+        """Stop counting compilations, and indexing; write what a disk cache shall have.
+
+        The rest is freed with the object.
+        """
         self._compiles.stop()
         self.engine.close()
         if self.adapters is not None:
@@ -386,6 +390,7 @@ class LLM:
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
             "host_tier": {} if (host := stats.find(HostStats)) is None else asdict(host),
+            "disk_tier": {} if (disk := stats.find(DiskStats)) is None else asdict(disk),
             "drafts": {} if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
             "fleet": {} if (fleet := stats.find(FleetState)) is None else plain_counters(fleet),
             "routing": {} if (routing := stats.find(RoutingState)) is None else plain_sums(routing),

@@ -34,6 +34,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     stats = engine.stats
     yield from host_stats.metrics(stats.find(HostStats))
     yield from disk_stats.metrics(stats.find(DiskStats))
+    yield from disk_stats.hits_by_tier(stats)
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))

@@ -200,6 +200,10 @@ class BlockTables:
         wanted = chain.from_iterable(map(self._extents_of, islice(waiting, MOST_AHEAD)))
         return self.tier.finish(is_planned=True, wanted=wanted)
 
+    def save_cached(self) -> None:
+        """Have the next plan copy to the second tier whatever the device's prefix cache has."""
+        self._evicted += self.device.cached()
+
     def _extents_of(self, sequence: SequenceState) -> Iterable[Extent]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""
         if sequence.places:

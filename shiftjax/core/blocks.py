@@ -151,6 +151,11 @@ class BlockAllocator:
         is_evicting = self._cached and self.num_free_blocks == len(self._cached)
         return next(iter(self._cached)) if is_evicting else None
 
+    def cached(self) -> list[tuple[int, CachedPrefix]]:
+        """Blocks that no table holds, with what they are found by: the first to go come first."""
+        found = ((block, self._contents[block]) for block in self._cached)
+        return [(block, contents) for block, contents in found if contents is not None]
+
     def contents_of(self, block: int) -> CachedPrefix | None:
         """What a block is found by; None: by nothing."""
         return self._contents[block]

@@ -316,10 +316,25 @@ class Engine:
         self.topology.drain()
 
     def close(self) -> None:
-        """End what works in the background; requests that come later are served without it."""
+        """End what works in the background; requests that come later are served without it.
+
+        What prefix caches have goes where it outlives the engine, if there is such a place.
+        """
         for lane in self.lanes:
             lane.scheduler.lookahead.close()
+            if lane.scheduler.tables.tier.fetches and lane.steps and not lane.in_flight:
+                self._save_cache(lane)
+        for lane in self.lanes:
             lane.scheduler.tables.tier.close()
+
+    def _save_cache(self, lane: Lane) -> None:
+        plan = lane.scheduler.plan_to_save()
+        try:
+            if plan.offloads:
+                lane.runner.fetch(lane.runner.run(plan, lane.modes[0], None))
+                lane.scheduler.tables.end_plan(plan)
+        except Exception as error:
+            logger.error("What the prefix cache has could not be saved.", exc_info=error)
 
     def check(self) -> None:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""

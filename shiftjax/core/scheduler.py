@@ -194,6 +194,11 @@ class Scheduler:
         self.tables.finish_plan(is_planned=False)
         return None
 
+    def plan_to_save(self) -> StepPlan:
+        """A plan without a step, while none is in flight: the second tier gets what is cached."""
+        self.tables.save_cached()
+        return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
+
     def _planned(self, plan: StepPlan) -> StepPlan:
         """With the moves between the tiers that have been collected."""
         moves = self.tables.finish_plan(is_planned=True, waiting=self.waiting)

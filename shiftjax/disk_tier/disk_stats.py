@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shiftjax.core.stats import EngineStats
+from shiftjax.host_tier.host_stats import HostStats
 from shiftjax.metric import Metric, counter, gauge
 
 
@@ -44,3 +46,15 @@ def metrics(disk: DiskStats | None) -> Iterator[Metric]:
     yield gauge("disk_cache_used_bytes", "Files of the cache.", disk.num_used_bytes)
     yield gauge("disk_cache_size_bytes", "The budget of it.", disk.num_bytes)
     yield gauge("disk_cache_writing", "Whether it is written to: 1 or 0.", int(disk.is_writing))
+
+
+def hits_by_tier(stats: EngineStats) -> Iterator[Metric]:
+    """Tokens of prompts by the tier that had them; nothing where there is one tier."""
+    host, disk = stats.find(HostStats), stats.find(DiskStats)
+    if host is None:
+        return
+    far = 0 if disk is None else disk.num_hit_tokens
+    near = stats.num_prefix_hit_tokens - host.num_hit_tokens
+    hits = {("device",): near, ("host",): host.num_hit_tokens - far, ("disk",): far}
+    text = "Prompt tokens found computed, by the tier that had them."
+    yield counter("prefix_cache_tier_hits", text, hits, "tier")

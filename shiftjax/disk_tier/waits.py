@@ -13,8 +13,7 @@ from shiftjax.disk_tier.chunk_index import Chunk, Key
 from shiftjax.disk_tier.disk import Disk, Reader
 
 FIRST_BANDWIDTH = 1e9  # bytes a second that a disk is taken to read, until one has
-PATIENCE = 4.0  # times as long as a read should take, it is waited for
-LEAST_PATIENCE = 0.25  # seconds
+FIRST_PATIENCE = 2.0  # seconds that a read is waited for, until a prompt has been computed
 _KEPT = 0.9  # of what earlier measurements count, after one more
 
 
@@ -52,8 +51,8 @@ class Waits:
     def begin(self, owner: Hashable, keys: Sequence[Key], reader: Reader, most_units: int) -> bool:
         """Return whether one waits for chunks that have some of these units, the first ones.
 
-        Decided once, until `forget`. Reads begin of at most `most_units` at a time, and are not
-        waited for much longer than they should take.
+        Decided once, until `forget`. Reads begin of at most `most_units` at a time, and are waited
+        for as long as computing takes, at most: so a slow disk costs twice that and no more.
         """
         self._waits[owner] = self._decide(keys, reader, most_units)
         return bool(self.go_on(owner))
@@ -94,4 +93,5 @@ class Waits:
             return _Wait((), 0.0)
         for chunk in chunks:
             self._disk.read(chunk, reader)
-        return _Wait(tuple(chunks), self._clock() + max(LEAST_PATIENCE, PATIENCE * seconds))
+        patience = FIRST_PATIENCE if computing is None else computing
+        return _Wait(tuple(chunks), self._clock() + patience)

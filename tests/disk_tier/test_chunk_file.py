@@ -15,6 +15,7 @@ from shiftjax.disk_tier.chunk_file import (
     read_header,
     write_chunk,
 )
+from shiftjax.disk_tier.chunk_index import Chunk, ChunkIndex
 
 UNITS = [
     CachedPrefix(b"a" * 16, [1, 2, 3, 130_000]),
@@ -67,3 +68,21 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_chunk(tmp_path / "one.kv", CONTENTS, PIECES)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_used_longest_ago_goes_first(tmp_path):
+    """Chunks of earlier processes come in from the youngest on, beside what is written by then."""
+    index = ChunkIndex(40)
+
+    def chunk(name: str, is_oldest: bool = False) -> list[str] | None:
+        own = Chunk(tmp_path / name, 10, [(4, name.encode())])
+        removed = index.add(own, is_oldest=is_oldest)
+        index.check()
+        return None if removed is None else [each.path.name for each in removed]
+
+    assert chunk("written") == chunk("young", True) == chunk("old", True) == []
+    assert chunk("new") == [] and chunk("too old", True) is None
+    assert chunk("newer") == ["old"]
+    assert index.touch_all([(4, b"young")]) and not index.touch_all([(4, b"young"), (4, b"old")])
+    assert chunk("newest") == ["written"]
+    assert [each.path.name for each in index.chunks()] == ["new", "newer", "young", "newest"]
