@@ -23,11 +23,11 @@ class EchoPayloads:
         return self.host.get(number)
 
     def pieces(self, payload: list[np.ndarray]) -> list[np.ndarray]:
-        return [np.stack(payload)]
+        return [np.stack(payload).astype(np.int8)]  # no more than a block's bytes
 
     def put(self, number: int, shape: BlockShape, pieces: list[np.ndarray]) -> None:
         (piece,) = pieces
-        self.host[number] = list(piece.view(np.int64).reshape(shape))
+        self.host[number] = list(piece.view(np.int8).astype(int).reshape(shape))
 
 
 class SlowDisk(Disk):

@@ -2,7 +2,7 @@
 
     python scripts/bench.py disk_tier [--tokens 2000] [--rounds 5] [--dir DIRECTORY]
 
-SmolLM2-135M on one device, in bfloat16. Its KV pool holds one such prompt, host memory two, and
+SmolLM2-135M on one device, in bfloat16. Its KV pool holds one such prompt, host memory three, and
 there are more. Each of them comes
 
     computed   for the first time
@@ -44,7 +44,7 @@ def start(directory: Path, num_tokens: int) -> LLM:
     sizes |= {"max_model_len": num_tokens + BLOCK_SIZE, "max_num_batched_tokens": 512}
     sizes |= {"token_buckets": [8, 512], "disk_cache_dir": str(directory)}
     block = 2 * 30 * 3 * 64 * BLOCK_SIZE * 2  # bytes
-    memory = str(int(2.2 * num_blocks * block))
+    memory = str(int(3.2 * num_blocks * block))
     return LLM("smollm2-135m", devices=1, dtype="bfloat16", host_memory=memory, **sizes)
 
 
@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace) -> Generator[Row, None, Row]:
     """Yield a row for each answer; return the summary."""
     directory = Path(tempfile.mkdtemp(dir=args.dir or None))
     draw = np.random.default_rng(0).integers
-    numbers = range(-1, max(4, args.rounds))
+    numbers = range(-1, max(5, args.rounds))
     prompts = {n: draw(3, 40_000, args.tokens).tolist() for n in numbers}
     rows: list[Row] = []
     llm = start(directory, args.tokens)

@@ -53,9 +53,11 @@ class DiskBlocks(HostBlocks):
             return waits
         if not self._disk.index:
             return False
-        in_memory = super().knows
-        known = takewhile(self.knows, hashes)
-        keys = [(self.hash_size, each) for each in known if not in_memory(each)]
+        keys = [(self.hash_size, each) for each in takewhile(self.knows, hashes)]
+        here = [self.memory.index[key].extent for key in keys if key in self.memory.index]
+        for extent in reversed(dict.fromkeys(here)):
+            self.memory.touch(extent)  # or what is read would push it out
+        keys = [key for key in keys if key not in self.memory.index]
         unit_bytes = self.block_bytes * self.hash_size // self.block_size
         most = int(SHARE_READ * self.memory.num_available_bytes) // max(1, unit_bytes)
         return self._waits.begin(owner, keys, self, most)

@@ -1,7 +1,11 @@
 """A chunk is read as it was written, or not at all."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
+from disk_kit import EchoPayloads, SlowDisk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traffic_kit import FAST
@@ -16,6 +20,7 @@ from shiftjax.disk_tier.chunk_file import (
     write_chunk,
 )
 from shiftjax.disk_tier.chunk_index import Chunk, ChunkIndex
+from shiftjax.disk_tier.disk import DiskPlace
 
 UNITS = [
     CachedPrefix(b"a" * 16, [1, 2, 3, 130_000]),
@@ -86,3 +91,40 @@ def test_what_was_used_longest_ago_goes_first(tmp_path):
     assert index.touch_all([(4, b"young")]) and not index.touch_all([(4, b"young"), (4, b"old")])
     assert chunk("newest") == ["written"]
     assert [each.path.name for each in index.chunks()] == ["new", "newer", "young", "newest"]
+
+
+WRITER = """
+import itertools, pathlib, resource, signal, sys
+import numpy as np
+from shiftjax.disk_tier.chunk_file import Contents, write_chunk
+directory, limit = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+if limit:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+contents, piece = Contents("model", 4, 4, [], []), np.ones(2_000_000, np.uint8)
+for number in itertools.count():
+    write_chunk(directory / f"{number}.kv", contents, [piece])
+    print(number, flush=True)
+"""
+
+
+def test_a_process_that_is_killed_leaves_whole_chunks_alone(tmp_path):
+    words = [sys.executable, "-c", WRITER, str(tmp_path), "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
+        for line in writer.stdout:
+            if int(line) == 5:
+                writer.kill()
+                break
+    (tmp_path / "killed.tmp").write_bytes(b"half")  # be it there or not
+    disk = SlowDisk(DiskPlace(tmp_path, 1 << 30, "model", EchoPayloads({})), [1 << 30])
+    disk.settle()
+    assert not list(tmp_path.glob("*.tmp")) and disk.stats.num_bad_chunks == 0
+    chunks = [path for path in tmp_path.glob("*.kv") if read_chunk(path)]
+    assert len(chunks) >= 6 and disk.index.num_used_bytes == sum(c.stat().st_size for c in chunks)
+    disk.close()
+
+
+def test_a_file_that_may_not_grow_leaves_nothing(tmp_path):
+    words = [sys.executable, "-c", WRITER, str(tmp_path), "1000000"]
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert "File too large" in ended.stderr and not list(tmp_path.iterdir())

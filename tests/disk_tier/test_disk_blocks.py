@@ -137,6 +137,17 @@ def test_it_is_there_after_a_restart_for_the_same_model_alone(tmp_path, monkeypa
     assert disk.index.num_used_bytes > 0  # which takes room, and goes first
 
 
+def test_what_is_read_leaves_the_rest_of_the_prefix_in_host_memory(tmp_path):
+    engine, disk = with_disk(tmp_path, **(TIGHT | {"num_host_blocks": 9}))
+    for stem in range(4):
+        ask(engine, stem, f"a{stem}")
+        disk.settle()
+    tier = engine.lanes[0].scheduler.tables.tier
+    assert 0 < sum(each.writer is tier for each in tier.memory.idle) and disk.index
+    assert ask(engine, 1, "again") == 20  # its beginning was the oldest in host memory
+    assert 0 < told(engine).num_hit_tokens < 20
+
+
 def test_others_go_on_while_one_waits(tmp_path):
     filled(tmp_path)[0].close()
     engine, disk = with_disk(tmp_path, pace=[0], **(TIGHT | {"num_blocks": 20}))
