@@ -143,7 +143,7 @@ def test_what_is_read_leaves_the_rest_of_the_prefix_in_host_memory(tmp_path):
         ask(engine, stem, f"a{stem}")
         disk.settle()
     tier = engine.lanes[0].scheduler.tables.tier
-    assert 0 < sum(each.writer is tier for each in tier.memory.idle) and disk.index
+    assert sum(each.writer is tier for each in tier.memory.idle) > 0 and disk.index
     assert ask(engine, 1, "again") == 20  # its beginning was the oldest in host memory
     assert 0 < told(engine).num_hit_tokens < 20
 
