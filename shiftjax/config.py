@@ -304,6 +304,13 @@ class CacheOptions:
         "64GiB", "bytes that files in disk_cache_dir may have, like 500GiB", check=_size
     )
 
+    retention_fraction: float = option(
+        0.25,
+        "share of the KV blocks, at most, that requests may keep for later ones (agent_hint)",
+        low=0.0,
+        high=0.9,
+    )
+
     @property
     def host_bytes(self) -> int:
         """`host_memory` as a number."""

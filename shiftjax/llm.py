@@ -14,6 +14,7 @@ from shiftjax.adapters.adapter import AdapterError
 from shiftjax.adapters.pool import AdapterPool
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
+from shiftjax.core.kept_blocks import NO_HINTS, CacheHints
 from shiftjax.core.limits import validate_request
 from shiftjax.core.request import (
     Event,
@@ -135,6 +136,7 @@ class LLM:
         *,
         adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
+        cache_hints: CacheHints = NO_HINTS,
     ) -> list[RequestOutput]:
         """Continue every prompt and return the outputs in the order of the prompts.
 
@@ -143,13 +145,18 @@ class LLM:
         of one that is loaded, for all prompts or for each, None: none.
         With `return_routed_experts` outputs have the experts that each token chose
         (`CompletionOutput.routed_experts`), if the setting `routed_experts` is on.
+        `cache_hints` say what becomes of the KV of the prompts (`shiftjax.CacheHints`).
 
         Raises:
             RequestError: a prompt that cannot be served; none of the others has started then.
         """
         many = _as_list(prompts)
         stream = self.stream(
-            many, sampling_params, adapter=adapter, return_routed_experts=return_routed_experts
+            many,
+            sampling_params,
+            adapter=adapter,
+            return_routed_experts=return_routed_experts,
+            cache_hints=cache_hints,
         )
         done = {i: out for i, _, out in stream if out is not None}
         return [done[index] for index in range(len(many))]
@@ -187,6 +194,7 @@ class LLM:
         *,
         adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
+        cache_hints: CacheHints = NO_HINTS,
     ) -> Deltas:
         """Yield (index of the prompt, new text, the output once it is complete).
 
@@ -199,6 +207,7 @@ class LLM:
         requests = self._requests(many, sampling_params, self._keys(adapter, len(many)))
         if return_routed_experts:
             requests = [(replace(request, wants_notes=True), text) for request, text in requests]
+        requests = [(replace(request, hints=cache_hints), text) for request, text in requests]
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)

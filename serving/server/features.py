@@ -8,6 +8,8 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from shiftjax.adapters import state_told
 from shiftjax.adapters.pool import AdapterState
+from shiftjax.core import kept_blocks
+from shiftjax.core.kept_blocks import KeptStats
 from shiftjax.core.stats import EngineStats
 from shiftjax.disk_tier import disk_stats
 from shiftjax.disk_tier.disk_stats import DiskStats
@@ -35,6 +37,7 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     yield from host_stats.metrics(stats.find(HostStats))
     yield from disk_stats.metrics(stats.find(DiskStats))
     yield from disk_stats.hits_by_tier(stats)
+    yield from kept_blocks.metrics(stats.find(KeptStats))
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))

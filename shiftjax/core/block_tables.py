@@ -14,6 +14,7 @@ from shiftjax.core.blocks import (
     extend_hashes,
     root_hash,
 )
+from shiftjax.core.kept_blocks import NO_HINTS
 from shiftjax.core.notes import Notes
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.tier import MOST_AHEAD, Extent, Place, Tier, TierMoves
@@ -158,6 +159,38 @@ class BlockTables:
         sequence.block_table = []
         self.tier.cancel(sequence)
         self.leave_tier(sequence)
+
+    def end(self, sequence: SequenceState, *, is_whole: bool) -> None:
+        """Take every block from a sequence that has ended, and do as its hints say if it is whole.
+
+        What it has found cached is others', too: it is not discarded.
+        """
+        self.release(sequence)
+        hints = sequence.request.hints
+        if not is_whole or not self.prefix_caching or hints == NO_HINTS:
+            return
+        blocks = self.device.blocks_of(self._hashes(sequence))
+        if hints.keep_seconds > 0:
+            self.device.keep(blocks, hints.keep_seconds, hints.session)
+        if hints.releases:
+            num_found = -(-sequence.num_cached_tokens // self.block_size)
+            self.device.discard(blocks, hints.session, num_found)
+
+    def heed(self, request: Request) -> None:
+        """Do as the hints of a request say that is there for them alone."""
+        if not self.prefix_caching:
+            return
+        hashes: list[bytes] = []
+        tokens = list(request.prompt_token_ids)
+        extend_hashes(hashes, self._root(request, self.version), tokens, self._hash_size)
+        several = self.block_size // self._hash_size
+        whole = hashes[several - 1 :: several]
+        blocks = self.device.match(whole, tokens, len(whole))
+        if request.hints.releases:
+            self.device.discard(blocks, request.hints.session, len(blocks))
+        else:
+            self.tier.awaits(request, hashes[len(blocks) * several :])
+            self.tier.cancel(request)
 
     def leave_tier(self, sequence: SequenceState) -> None:
         """A sequence needs nothing in the second tier any more."""

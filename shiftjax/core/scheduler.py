@@ -170,6 +170,7 @@ class Scheduler:
         one of them, or with `overlap` in two, has to wait: all but its last token must be known.
         What a policy will know, guesses know too: `num_queued` requests wait before all groups.
         """
+        self.tables.device.expire(now)
         num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
         begun = Turn(now, num_queued, last_mode, overlap)
         leaving = self.admission.leaving(self.running)
@@ -622,7 +623,7 @@ class Scheduler:
 
         The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
         """
-        self.tables.release(sequence)
+        self.tables.end(sequence, is_whole=reason in ("stop", "length"))
         self._leave_queue(sequence)
         sequence.status = Status.FINISHED
         self.lookahead.end(sequence, reason)
@@ -648,6 +649,7 @@ class Scheduler:
         """Return the counters of what is plugged in; those of several groups can be added."""
         yield from self.lookahead.states()
         yield from self.tables.tier.states()
+        yield from self.tables.device.states()
         yield from self.sizes.states()
 
     def check(self) -> None:

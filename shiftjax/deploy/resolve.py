@@ -128,6 +128,7 @@ def resolve(
         host_bytes=cache.host_bytes,
         disk_dir=cache.disk_cache_dir,
         disk_bytes=cache.disk_bytes if cache.disk_cache_dir else 0,
+        retention_fraction=cache.retention_fraction,
         drafts=config.drafts,
         max_draft_rows=draft_rows(config.drafts, budgets.max_num_seqs),
         widths=widths,

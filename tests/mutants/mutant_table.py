@@ -28,18 +28,7 @@ from rows_time import ROWS as TIME
 from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
-    *(
-        *ADAPTERS,
-        *ADVICE,
-        *CONFIGS,
-        *CONTROL,
-        *COSTS,
-        *DEVICE,
-        *DISK,
-        *EXPERTS,
-        *EXPLAIN,
-        *FOUR_BITS,
-    ),
-    *(*FP8, *HEADS, *LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS),
-    *(*ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
+    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *DISK, *EXPERTS, *EXPLAIN),
+    *(*FOUR_BITS, *FP8, *HEADS, *LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS),
+    *(*ROLLOUTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
 )

@@ -1,4 +1,4 @@
-"""Mutants of the disk tier."""
+"""Mutants of the disk tier, and of blocks that hints keep."""
 
 from mutant import Mutant
 
@@ -8,9 +8,11 @@ DISK = "shiftjax/disk_tier/disk.py"
 TIER = "shiftjax/disk_tier/disk_blocks.py"
 WAITS = "shiftjax/disk_tier/waits.py"
 TABLES = "shiftjax/core/block_tables.py"
+KEPT = "shiftjax/core/kept_blocks.py"
 
 TEST_CHUNKS = "tests/disk_tier/test_chunk_file.py"
 TEST_BLOCKS = "tests/disk_tier/test_disk_blocks.py"
+TEST_KEPT = "tests/core/test_kept_blocks.py"
 
 ROWS = (
     Mutant(
@@ -86,5 +88,50 @@ ROWS = (
         "seconds < 0",
         (TEST_BLOCKS,),
         "a request waits longer than computing takes",
+    ),
+    Mutant(
+        "a request keeps all that may be kept",
+        "disk",
+        KEPT,
+        "int(SHARE_OF_ONE * self.most_kept)",
+        "self.most_kept",
+        (TEST_KEPT,),
+        "one client's hint leaves no room for another's",
+    ),
+    Mutant(
+        "more is kept than may be",
+        "disk",
+        KEPT,
+        "min(self.most_kept - len(self._keeps), int",
+        "min(self.num_blocks, int",
+        (TEST_KEPT,),
+        "hints take the pool from those who give none",
+    ),
+    Mutant(
+        "any session releases what another keeps",
+        "disk",
+        KEPT,
+        "and keep.session == session",
+        "",
+        (TEST_KEPT,),
+        "a client throws others' prefixes away",
+    ),
+    Mutant(
+        "what is kept is not for those who run",
+        "disk",
+        KEPT,
+        "return super().num_free_blocks + len(self._kept)",
+        "return super().num_free_blocks",
+        (TEST_KEPT,),
+        "running requests are preempted for what is kept",
+    ),
+    Mutant(
+        "the beginning of what is kept goes first",
+        "disk",
+        KEPT,
+        "for block in reversed(blocks[:end]):",
+        "for block in blocks[:end]:",
+        (TEST_KEPT,),
+        "what is left of a kept prefix is of no use",
     ),
 )
