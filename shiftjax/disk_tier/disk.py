@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -182,7 +183,8 @@ class Disk:
             found: tuple[Contents, Sequence[np.ndarray]] | str
             try:
                 found = read_chunk(chunk.path)
-                os.utime(chunk.path)  # used: a later process sorts files by it
+                with suppress(OSError):  # where nothing may be written
+                    os.utime(chunk.path)  # used: a later process sorts files by it
             except Exception as error:
                 found = str(error)
             seconds = time.perf_counter() - begin
@@ -226,7 +228,7 @@ class Disk:
                 logger.warning("disk cache: there was no time to write all of host memory")
         self._is_off = True
         for each in self._own:
-            each.shutdown(cancel_futures=True)
+            each.shutdown(wait=False, cancel_futures=True)  # a read may hang
         self.enter()
         if self._lock is not None:
             os.close(self._lock)
