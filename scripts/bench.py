@@ -32,7 +32,7 @@ Row = dict[str, Any]
 NAMES = (
     *("throughput", "speculation", "embeddings", "overhead", "mesh", "fleet", "phases"),
     *("two_hosts", "host", "host_tier", "kv_events", "loads", "soak", "router", "forced_calls"),
-    *("step_sizes", "lost_host"),
+    *("step_sizes", "lost_host", "disk_tier"),
 )
 CASES = {name: f"cases.{name}" for name in NAMES}
 LABS = "call", "four_bits", "kv_positions", "lora", "numerics", "swiftkv"  # research

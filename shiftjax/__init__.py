@@ -3,16 +3,18 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from shiftjax.core.kept_blocks import CacheHints
     from shiftjax.core.request import SamplingParams
     from shiftjax.embedder import Embedder
     from shiftjax.llm import LLM
 
-__all__ = ["LLM", "Embedder", "SamplingParams"]
+__all__ = ["LLM", "CacheHints", "Embedder", "SamplingParams"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "shiftjax.llm",
     "Embedder": "shiftjax.embedder",
+    "CacheHints": "shiftjax.core.kept_blocks",
     "SamplingParams": "shiftjax.core.request",
 }
 

@@ -24,10 +24,14 @@ from shiftjax.core.policy import Policy
 from shiftjax.core.request import Runner
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.step_sizes import StepSizes
+from shiftjax.core.tier import Tier
 from shiftjax.core.topology import Topology
 from shiftjax.costs.group_costs import GroupCosts
 from shiftjax.costs.routing import price
 from shiftjax.deploy.deployment import Deployment
+from shiftjax.disk_tier.disk import Disk, DiskPlace
+from shiftjax.disk_tier.disk_blocks import DiskBlocks
+from shiftjax.disk_tier.waits import Waits
 from shiftjax.drafts.drafting import Drafting
 from shiftjax.drafts.prices import Prices
 from shiftjax.drafts.speculation import Speculation
@@ -45,6 +49,8 @@ from shiftjax.phases.resharding import PHASES, Exchange, Resharding
 from shiftjax.routing.history import RoutingHistory
 from shiftjax.sizing.cost_sizes import CostSizes, Known, patience_of, sizes_by_costs
 from shiftjax.sizing.target_sizes import TargetSizes
+
+TierOf = Callable[[int, int, int], Tier]  # of a block: tokens, bytes; tokens that are hashed
 
 
 class Drafter(NamedTuple):
@@ -81,6 +87,7 @@ class Started(NamedTuple):
     notes: Notes | None = None  # of tokens, as their steps tell them; None: nothing is kept
     hosts: Replicas | None = None  # where hosts have groups of their own
     topology: MakeTopology | None = None  # of the lanes of each deployment; None: as these say
+    disk: DiskPlace | None = None  # where blocks go that fall out of host memory; None: nowhere
 
 
 class Backend(Protocol):
@@ -111,11 +118,19 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
     Raises ConfigError where a backend cannot start them.
     """
-    groups, mover, exchange, routing, adapters, notes, hosts, made = backend.start(deployments)
+    groups, mover, exchange, routing, adapters, notes, hosts, made, disk = backend.start(
+        deployments
+    )
     first = groups[0]
     ranks = {0, *first.host_of.values()}
     memory = {rank: HostMemory(first.deployment.host_bytes) for rank in ranks}
-    shared = memory, notes, adapters, len(groups) > 1
+    tiers: dict[int, TierOf] = {}
+    if first.deployment.host_bytes:
+        tiers = {rank: partial(HostBlocks, own) for rank, own in memory.items()}
+    if disk is not None:
+        opened = Disk(disk)
+        tiers[0] = partial(DiskBlocks, memory[0], opened, Waits(opened))
+    shared = tiers, notes, adapters, len(groups) > 1
     lanes = [_make_lanes(each, *shared, is_phase=exchange is not None) for each in groups]
     topology: Topology | None = made(lanes) if made is not None else None
     if exchange is not None:
@@ -155,7 +170,7 @@ def assemble(deployments: Sequence[Deployment], backend: Backend) -> Engine:
 
 def _make_lanes(
     groups: Groups,
-    memory: Mapping[int, HostMemory],
+    tiers: Mapping[int, TierOf],
     notes: Notes | None,
     adapters: AdapterPool | None,
     is_one_of_several: bool,
@@ -176,10 +191,10 @@ def _make_lanes(
     for group, runner in groups.runners.items():
         of_width, policy = deployment.of_width(group.width), groups.policies[group.width]
         host, speculation = None, None
-        own = memory[groups.host_of.get(group, 0)]
-        if own.num_bytes:
+        rank = groups.host_of.get(group, 0)
+        if rank in tiers:
             sizes = of_width.block_size, of_width.host_block_bytes, of_width.hash_size
-            host = HostBlocks(own, *sizes)
+            host = tiers[rank](*sizes)
         if group in groups.drafters:
             speculation = _speculation(groups, group)
         admission = Parking() if deployment.parks else None

@@ -295,10 +295,31 @@ class CacheOptions:
         check=_size,
     )
 
+    disk_cache_dir: str | None = option(
+        None,
+        "directory, on a local disk, for KV blocks that fall out of host memory: prefixes that are "
+        "found again, also after a restart",
+    )
+    disk_cache_bytes: str = option(
+        "64GiB", "bytes that files in disk_cache_dir may have, like 500GiB", check=_size
+    )
+
+    retention_fraction: float = option(
+        0.25,
+        "share of the KV blocks, at most, that requests may keep for later ones (agent_hint)",
+        low=0.0,
+        high=0.9,
+    )
+
     @property
     def host_bytes(self) -> int:
         """`host_memory` as a number."""
         return num_bytes_of(self.host_memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        """`disk_cache_bytes` as a number."""
+        return num_bytes_of(self.disk_cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -638,6 +659,18 @@ def _host_memory_is_used(
     )
 
 
+def _disk_is_used(
+    disk_cache_dir: str | None, disk_cache_bytes: str, host_memory: str, prefix_caching: bool
+) -> str | None:
+    if disk_cache_dir is None:
+        return None
+    if not num_bytes_of(disk_cache_bytes):
+        return "disk_cache_bytes = 0 leaves no room in disk_cache_dir: drop that"
+    if not num_bytes_of(host_memory):
+        return "disk_cache_dir needs host_memory, say 8GiB: what falls out of it goes to the disk"
+    return None if prefix_caching else "disk_cache_dir has no meaning without prefix_caching"
+
+
 def _pool_holds_a_sequence(
     max_model_len: int | None, num_blocks: int | None, block_size: int, fleet: bool, kv_split: str
 ) -> str | None:
@@ -710,6 +743,7 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "fleet": (False, "groups over hosts do not change; dp has some on each host"),
             "pp": (1, "stages pass their hidden states on one machine"),
             "phases": (None, "weights change places on one machine"),
+            "disk_cache_dir": (None, "files are of one machine"),
             "routed_experts": (False, "a host is told of the tokens of its own devices alone"),
         },
     ),
@@ -722,6 +756,7 @@ _NOT_BESIDE: Mapping[str, tuple[Any, dict[str, tuple[Any, str]]]] = {
             "tp": (None, _ALL_DEGREES),
             "fleet": (False, "groups of a fleet prefill and decode side by side"),
             "speculation": ("none", "it is for throughput, and drafts are for latency"),
+            "disk_cache_dir": (None, "prompts come once"),
         },
     ),
     "enable_lora": (
@@ -778,6 +813,7 @@ RULES: tuple[Callable[..., str | None], ...] = (
     _threshold_is_used,
     _machine_is_used,
     _host_memory_is_used,
+    _disk_is_used,
     _pool_holds_a_sequence,
     _buckets_hold_the_decodes,
     _buckets_reach_the_budget,

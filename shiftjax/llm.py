@@ -14,6 +14,7 @@ from shiftjax.adapters.adapter import AdapterError
 from shiftjax.adapters.pool import AdapterPool
 from shiftjax.build import build
 from shiftjax.config import EngineConfig
+from shiftjax.core.kept_blocks import NO_HINTS, CacheHints
 from shiftjax.core.limits import validate_request
 from shiftjax.core.request import (
     Event,
@@ -24,6 +25,7 @@ from shiftjax.core.request import (
 )
 from shiftjax.deploy.deployment import Deployment
 from shiftjax.device.programs import CompileCounter, Progress
+from shiftjax.disk_tier.disk_stats import DiskStats
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.explain.explanation import explain
 from shiftjax.fleet.state import FleetState, plain_counters, plain_state
@@ -116,7 +118,10 @@ class LLM:
         self._compiles.start()
 
     def close(self) -> None:
-        """Stop counting compilations, and indexing; the rest is freed with the object."""
+        """Stop counting compilations, and indexing; write what a disk cache shall have.
+
+        The rest is freed with the object.
+        """
         self._compiles.stop()
         self.engine.close()
         if self.adapters is not None:
@@ -131,6 +136,7 @@ class LLM:
         *,
         adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
+        cache_hints: CacheHints = NO_HINTS,
     ) -> list[RequestOutput]:
         """Continue every prompt and return the outputs in the order of the prompts.
 
@@ -139,13 +145,18 @@ class LLM:
         of one that is loaded, for all prompts or for each, None: none.
         With `return_routed_experts` outputs have the experts that each token chose
         (`CompletionOutput.routed_experts`), if the setting `routed_experts` is on.
+        `cache_hints` say what becomes of the KV of the prompts (`shiftjax.CacheHints`).
 
         Raises:
             RequestError: a prompt that cannot be served; none of the others has started then.
         """
         many = _as_list(prompts)
         stream = self.stream(
-            many, sampling_params, adapter=adapter, return_routed_experts=return_routed_experts
+            many,
+            sampling_params,
+            adapter=adapter,
+            return_routed_experts=return_routed_experts,
+            cache_hints=cache_hints,
         )
         done = {i: out for i, _, out in stream if out is not None}
         return [done[index] for index in range(len(many))]
@@ -183,6 +194,7 @@ class LLM:
         *,
         adapter: str | Seq[str | None] | None = None,
         return_routed_experts: bool = False,
+        cache_hints: CacheHints = NO_HINTS,
     ) -> Deltas:
         """Yield (index of the prompt, new text, the output once it is complete).
 
@@ -195,6 +207,7 @@ class LLM:
         requests = self._requests(many, sampling_params, self._keys(adapter, len(many)))
         if return_routed_experts:
             requests = [(replace(request, wants_notes=True), text) for request, text in requests]
+        requests = [(replace(request, hints=cache_hints), text) for request, text in requests]
         for request, _ in requests:
             validate_request(request, self.engine.limits)
         return self._stream(requests)
@@ -386,6 +399,7 @@ class LLM:
             "prefix_query_tokens": stats.num_prefix_query_tokens,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
             "host_tier": {} if (host := stats.find(HostStats)) is None else asdict(host),
+            "disk_tier": {} if (disk := stats.find(DiskStats)) is None else asdict(disk),
             "drafts": {} if (drafts := stats.find(DraftStats)) is None else drafts.by_drafter,
             "fleet": {} if (fleet := stats.find(FleetState)) is None else plain_counters(fleet),
             "routing": {} if (routing := stats.find(RoutingState)) is None else plain_sums(routing),

@@ -36,6 +36,7 @@ FLOORS = (
     ("shiftjax.config", NO_JAX),
     ("shiftjax.core", NO_JAX),
     ("shiftjax.host_tier", NO_JAX),
+    ("shiftjax.disk_tier", NO_JAX),
     ("shiftjax.deploy", NO_JAX),
     ("shiftjax.sizing", NO_JAX),
     ("shiftjax.routing", NO_JAX),
@@ -72,7 +73,7 @@ FLOORS = (
 
 
 # Words of features that the core does not say: what a feature needs is a seam (docs/house.md).
-FEATURES = re.compile(r"fleet|phase|stage|draft|host|expert|embed", re.IGNORECASE)
+FEATURES = re.compile(r"fleet|phase|stage|draft|host|disk|expert|embed", re.IGNORECASE)
 # Names that one place may use.
 SINGLE_HOMES = {
     "PartitionSpec": "shiftjax.device.mesh",

@@ -183,6 +183,7 @@ BROKEN_RULES = [
     ),
     ({"preemption": "swap"}, "preemption = swap needs host_memory, say 8GiB, got '0'"),
     ({"host_memory": "8MB", "prefix_caching": False}, "host_memory = 8MB has no meaning without"),
+    ({"disk_cache_dir": "kv"}, "disk_cache_dir needs host_memory, say 8GiB"),
     ({"num_blocks": 5, "max_model_len": 65}, "hold 64 tokens (block 0 is reserved), less than"),
     (
         {"token_buckets": [64, 512], "max_num_batched_tokens": 1024},

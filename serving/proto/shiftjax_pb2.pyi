@@ -155,7 +155,7 @@ class Choices(_message.Message):
     def __init__(self, options: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "model", "request_id", "sampling", "priority", "cache_salt", "prediction", "min_width", "choice", "function", "parallel_tool_calls", "timeline", "truncate_prompt_tokens")
+    __slots__ = ("text", "token_ids", "chat", "model", "request_id", "sampling", "priority", "cache_salt", "prediction", "min_width", "choice", "function", "parallel_tool_calls", "timeline", "truncate_prompt_tokens", "agent_hint_json")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class GenerateRequest(_message.Message):
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     TIMELINE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    AGENT_HINT_JSON_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
     chat: Chat
@@ -186,7 +187,8 @@ class GenerateRequest(_message.Message):
     parallel_tool_calls: bool
     timeline: bool
     truncate_prompt_tokens: int
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[str] = ..., min_width: _Optional[int] = ..., choice: _Optional[str] = ..., function: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., timeline: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    agent_hint_json: str
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., model: _Optional[str] = ..., request_id: _Optional[str] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., prediction: _Optional[str] = ..., min_width: _Optional[int] = ..., choice: _Optional[str] = ..., function: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., timeline: _Optional[bool] = ..., truncate_prompt_tokens: _Optional[int] = ..., agent_hint_json: _Optional[str] = ...) -> None: ...
 
 class TopToken(_message.Message):
     __slots__ = ("token_id", "logprob")

@@ -35,6 +35,8 @@ def generate_values(request: pb.GenerateRequest, *, stream: bool) -> dict[str, A
     values |= {name: getattr(request, name) for name in OPTIONAL if request.HasField(name)}
     if request.HasField("prediction"):
         values["prediction"] = {"type": "content", "content": request.prediction}
+    if request.agent_hint_json:
+        values["agent_hint"] = _object("agent_hint_json", request.agent_hint_json)
     return values | _choice_values(request) | ({"timeline": True} if request.timeline else {})
 
 

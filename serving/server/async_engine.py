@@ -289,7 +289,7 @@ class AsyncEngine(AsyncRequests[RequestHandle, Observer]):
         seconds = STOP_SECONDS if self.failure is None else STOP_FAILED_SECONDS
         has_ended = await self._loop.run_in_executor(None, self._thread.stop, seconds)
         if has_ended:  # nobody else touches the engine any more
-            self._engine.close()
+            await self._loop.run_in_executor(None, self._engine.close)
             if self.kv_events is not None:
                 await self._loop.run_in_executor(None, self.kv_events.close)
         return has_ended

@@ -8,7 +8,11 @@ from serving.server.async_embedder import AsyncEmbedder
 from serving.server.async_engine import AsyncEngine
 from shiftjax.adapters import state_told
 from shiftjax.adapters.pool import AdapterState
+from shiftjax.core import kept_blocks
+from shiftjax.core.kept_blocks import KeptStats
 from shiftjax.core.stats import EngineStats
+from shiftjax.disk_tier import disk_stats
+from shiftjax.disk_tier.disk_stats import DiskStats
 from shiftjax.drafts import speculation
 from shiftjax.drafts.speculation import DraftStats
 from shiftjax.fleet import state as fleet_state
@@ -31,6 +35,9 @@ def feature_metrics(engine: AsyncEngine | AsyncEmbedder) -> Iterator[Metric]:
     """Metrics of now. What is off yields its histograms without values, or nothing."""
     stats = engine.stats
     yield from host_stats.metrics(stats.find(HostStats))
+    yield from disk_stats.metrics(stats.find(DiskStats))
+    yield from disk_stats.hits_by_tier(stats)
+    yield from kept_blocks.metrics(stats.find(KeptStats))
     yield from speculation.metrics(stats.find(DraftStats))
     yield from fleet_state.metrics(stats.find(FleetState))
     yield from resharding.metrics(stats.find(ReshardingState))

@@ -127,6 +127,38 @@ class ToolChoice(msgspec.Struct):
     allowed_tools: AllowedTools | None = None
 
 
+class CacheControl(msgspec.Struct):
+    """Keep the KV of a request for so many seconds after its end."""
+
+    type: Literal["ephemeral"] = "ephemeral"
+    ttl: float = 300.0
+    block_offset: int | None = None
+
+
+class ContextEdit(msgspec.Struct):
+    """What becomes of the KV of a context."""
+
+    type: Literal["prefetch", "evict"]
+    block_start: int | None = None
+    block_end: int | None = None
+
+
+class ContextManagement(msgspec.Struct):
+    """Edits after a request, or with `manage_request` in its place."""
+
+    manage_request: bool = False
+    edits: list[ContextEdit] = []
+
+
+class AgentHint(msgspec.Struct):
+    """What an agent knows of the reuse of its context, as in vLLM's RFC 52113."""
+
+    session_id: str | None = None
+    parent_session_id: str | None = None
+    cache_control: CacheControl | None = None
+    context_management: ContextManagement | None = None
+
+
 class GenerationFields(sampling_fields(HTTP), kw_only=True):
     """What completions and chats have in common. None: not given."""
 
@@ -142,6 +174,7 @@ class GenerationFields(sampling_fields(HTTP), kw_only=True):
     priority: int | None = None
     min_width: int | None = None
     cache_salt: str | None = None
+    agent_hint: AgentHint | None = None
     user: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None

@@ -11,8 +11,10 @@ from typing import Any
 
 from serving.server.errors import ServeError, Violation, invalid
 from serving.server.fields import (
+    AgentHint,
     ChatFields,
     CompletionFields,
+    ContextManagement,
     GenerationFields,
     Prediction,
 )
@@ -20,6 +22,7 @@ from serving.server.grammar_source import GrammarSource, grammar_source_of
 from serving.server.hints import HINTS, take_hints
 from serving.server.json_body import read
 from serving.server.tools import ToolWish, read_calls, read_tools
+from shiftjax.core.kept_blocks import LONGEST_KEEP, NO_HINTS, CacheHints
 from shiftjax.core.limits import MAX_WIDTH, RequestLimits
 from shiftjax.core.sampling_params import (
     INT32_MAX,
@@ -66,6 +69,11 @@ class Wish:
     def min_width(self) -> int:
         """Units of the group that shall serve it, at least."""
         return self.fields.min_width or 1
+
+    @property
+    def cache_hints(self) -> CacheHints:
+        """What becomes of its KV."""
+        return _hints_of(self.fields.agent_hint)
 
 
 def read_completion(values: Any, **unless_given: Any) -> Wish:
@@ -195,13 +203,44 @@ def _check_common(fields: GenerationFields) -> None:
     if fields.min_width is not None and not 1 <= fields.min_width <= MAX_WIDTH:
         raise invalid("min_width", f"must be between 1 and {MAX_WIDTH}")
     for name in ("cache_salt", "user", "request_id", "prompt_cache_key", "safety_identifier"):
-        text = getattr(fields, name)
-        if text is not None and not (0 < len(text) <= MAX_TEXT_CHARACTERS and text.isprintable()):
-            words = f"must be 1 to {MAX_TEXT_CHARACTERS} printable characters"
-            raise invalid(name, words)
+        _check_text(name, getattr(fields, name))
+    _hints_of(fields.agent_hint)
     check_metadata(fields.metadata or {})
     if fields.prompt_logprobs is not None and fields.stream:
         raise invalid("prompt_logprobs", "cannot be streamed; use echo and logprobs")
+
+
+def _hints_of(hint: AgentHint | None) -> CacheHints:
+    """Return what an `agent_hint` asks for. Raises `ServeError`."""
+    if hint is None:
+        return NO_HINTS
+    for name in ("session_id", "parent_session_id"):
+        _check_text(f"agent_hint.{name}", getattr(hint, name))
+    ttl = 0.0 if hint.cache_control is None else hint.cache_control.ttl
+    if not 0 <= ttl <= LONGEST_KEEP:
+        words = f"must be between 0 and {LONGEST_KEEP:.0f} seconds"
+        raise invalid("agent_hint.cache_control.ttl", words)
+    if hint.cache_control is not None and hint.cache_control.block_offset is not None:
+        raise invalid("agent_hint.cache_control.block_offset", "is not supported by this server")
+    management = hint.context_management or ContextManagement()
+    kinds = {edit.type for edit in management.edits}
+    place = "agent_hint.context_management"
+    if any((edit.block_start, edit.block_end) != (None, None) for edit in management.edits):
+        raise invalid(f"{place}.edits", "must be of the whole context: leave out its blocks")
+    if len(kinds) > 1:
+        raise invalid(f"{place}.edits", "must not both prefetch and evict")
+    is_alone = management.manage_request
+    if is_alone and not kinds:
+        raise invalid(f"{place}.edits", "is empty: there is nothing to manage")
+    if "prefetch" in kinds and not is_alone:
+        raise invalid(f"{place}.edits", "prefetch needs manage_request to be true")
+    return CacheHints(ttl, hint.session_id, "evict" in kinds, is_alone)
+
+
+def _check_text(name: str, text: str | None) -> None:
+    if text is not None and not (0 < len(text) <= MAX_TEXT_CHARACTERS and text.isprintable()):
+        words = f"must be 1 to {MAX_TEXT_CHARACTERS} printable characters"
+        raise invalid(name, words)
 
 
 def _predicted(prediction: Prediction | None) -> str | None:

@@ -263,6 +263,7 @@ class Service:
                 wants_notes=wants_experts(wish, len(ids), engine.request_limits),
                 adapter=adapter,
                 cache_salt=fields.cache_salt,
+                hints=wish.cache_hints,
                 constraints=tuple(states[index * wish.sampling.n :][: wish.sampling.n]),
                 prediction=prediction,
             )

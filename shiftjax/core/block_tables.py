@@ -4,7 +4,7 @@ The scheduler decides *when*; this file keeps block tables, the prefix cache and
 agreement. A block table grows only; a sequence loses it whole, by `release` or `swap_out`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, takewhile
 
 from shiftjax.core.blocks import (
@@ -14,6 +14,7 @@ from shiftjax.core.blocks import (
     extend_hashes,
     root_hash,
 )
+from shiftjax.core.kept_blocks import NO_HINTS
 from shiftjax.core.notes import Notes
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.tier import MOST_AHEAD, Extent, Place, Tier, TierMoves
@@ -159,6 +160,38 @@ class BlockTables:
         self.tier.cancel(sequence)
         self.leave_tier(sequence)
 
+    def end(self, sequence: SequenceState, *, is_whole: bool) -> None:
+        """Take every block from a sequence that has ended, and do as its hints say if it is whole.
+
+        What it has found cached is others', too: it is not discarded.
+        """
+        self.release(sequence)
+        hints = sequence.request.hints
+        if not is_whole or not self.prefix_caching or hints == NO_HINTS:
+            return
+        blocks = self.device.blocks_of(self._hashes(sequence))
+        if hints.keep_seconds > 0:
+            self.device.keep(blocks, hints.keep_seconds, hints.session)
+        if hints.releases:
+            num_found = -(-sequence.num_cached_tokens // self.block_size)
+            self.device.discard(blocks, hints.session, num_found)
+
+    def heed(self, request: Request) -> None:
+        """Do as the hints of a request say that is there for them alone."""
+        if not self.prefix_caching:
+            return
+        hashes: list[bytes] = []
+        tokens = list(request.prompt_token_ids)
+        extend_hashes(hashes, self._root(request, self.version), tokens, self._hash_size)
+        several = self.block_size // self._hash_size
+        whole = hashes[several - 1 :: several]
+        blocks = self.device.match(whole, tokens, len(whole))
+        if request.hints.releases:
+            self.device.discard(blocks, request.hints.session, len(blocks))
+        else:
+            self.tier.awaits(request, hashes[len(blocks) * several :])
+            self.tier.cancel(request)
+
     def leave_tier(self, sequence: SequenceState) -> None:
         """A sequence needs nothing in the second tier any more."""
         self.tier.release(sequence.places)
@@ -186,7 +219,7 @@ class BlockTables:
         sequence.places = places
         return True
 
-    def finish_plan(self, *, is_planned: bool, waiting: Iterable[SequenceState] = ()) -> TierMoves:
+    def finish_plan(self, *, is_planned: bool, waiting: Sequence[SequenceState] = ()) -> TierMoves:
         """The copies between the tiers that the plan needs; without a plan there are none.
 
         Those of `waiting` that come next have prefetched what the second tier will give them.
@@ -194,9 +227,15 @@ class BlockTables:
         evicted, self._evicted = self._evicted, []
         if not is_planned:
             return self.tier.finish(is_planned=False)
+        for sequence in islice(waiting, MOST_AHEAD):
+            self.awaits(sequence)  # may need room: comes before what this plan writes
         self.tier.save(evicted)
         wanted = chain.from_iterable(map(self._extents_of, islice(waiting, MOST_AHEAD)))
         return self.tier.finish(is_planned=True, wanted=wanted)
+
+    def save_cached(self) -> None:
+        """Have the next plan copy to the second tier whatever the device's prefix cache has."""
+        self._evicted += self.device.cached()
 
     def _extents_of(self, sequence: SequenceState) -> Iterable[Extent]:
         """What an admission would restore now: of a swapped sequence, or of a prefix."""
@@ -204,9 +243,19 @@ class BlockTables:
             return dict.fromkeys(place.extent for place in sequence.places)
         if not self.tier.has_prefixes or not self._may_have_prefix(sequence):
             return ()
+        return self.tier.extents_of(self._lacking(sequence))
+
+    def awaits(self, sequence: SequenceState) -> bool:
+        """Whether a sequence had better wait for what the second tier fetches for it."""
+        if sequence.places or not self.tier.fetches or not self._may_have_prefix(sequence):
+            return False
+        return self.tier.awaits(sequence, self._lacking(sequence))
+
+    def _lacking(self, sequence: SequenceState) -> Iterator[bytes]:
+        """The hashes of units from the first block on that devices lack; found out when asked."""
         hashes, limit = self._hashes(sequence), self._findable(sequence)
         num_here = sum(1 for _ in takewhile(self.device.is_indexed, hashes[:limit]))
-        return self.tier.extents_of(self._units(sequence, num_here, limit))
+        yield from self._units(sequence, num_here, limit)
 
     def end_plan(self, plan: StepPlan) -> None:
         """The step of a plan has ended: other groups may read what it copied to the second tier."""

@@ -10,9 +10,10 @@ Every block but the null block 0 is in exactly one of three states::
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import takewhile
+from typing import Any, Protocol
 
 DIGEST_BYTES = 16
 
@@ -127,7 +128,12 @@ class BlockAllocator:
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that no table holds and whose contents can be revived."""
-        return len(self._cached)
+        return len(self.revivable)
+
+    @property
+    def revivable(self) -> Collection[int]:
+        """The same blocks, the first to go first."""
+        return self._cached.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
         """How many blocks hold this many tokens."""
@@ -151,6 +157,11 @@ class BlockAllocator:
         is_evicting = self._cached and self.num_free_blocks == len(self._cached)
         return next(iter(self._cached)) if is_evicting else None
 
+    def cached(self) -> list[tuple[int, CachedPrefix]]:
+        """Blocks that no table holds, with what they are found by: the first to go come first."""
+        found = ((block, self._contents[block]) for block in self.revivable)
+        return [(block, contents) for block, contents in found if contents is not None]
+
     def contents_of(self, block: int) -> CachedPrefix | None:
         """What a block is found by; None: by nothing."""
         return self._contents[block]
@@ -158,6 +169,11 @@ class BlockAllocator:
     def is_indexed(self, block_hash: bytes) -> bool:
         """Whether some block is found under this hash."""
         return block_hash in self._index
+
+    def blocks_of(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that are found under these hashes, until one is not."""
+        found = takewhile(lambda block: block is not None, map(self._index.get, hashes))
+        return [block for block in found if block is not None]
 
     def match(self, hashes: Sequence[bytes], token_ids: list[int], limit: int) -> list[int]:
         """The longest cached prefix, at most `limit` blocks; takes no reference.
@@ -202,6 +218,19 @@ class BlockAllocator:
             self._ref_counts[block] = count
             if not count:
                 self._return(block)
+
+    def keep(self, blocks: Sequence[int], seconds: float, session: str | None) -> None:
+        """Keep the blocks of a prefix for a time; here nothing is kept."""
+
+    def discard(self, blocks: Sequence[int], session: str | None, num_found: int) -> None:
+        """Blocks from `num_found` on, and those that `session` keeps, are of no use any more."""
+
+    def expire(self, now: float) -> None:
+        """Called before every plan: keep nothing whose time has passed."""
+
+    def states(self) -> Iterable[Any]:
+        """Return counters that can be added to those of other groups."""
+        return ()
 
     def register(
         self,
@@ -251,11 +280,12 @@ class BlockAllocator:
         """
         held = Counter(block for table in tables for block in table)
         used = {block for block, count in enumerate(self._ref_counts) if count}
-        everything = [*self._free, *self._cached, *used]
+        everything = [*self._free, *self.revivable, *used]
         if sorted(everything) != list(range(1, self.num_blocks)):
+            counts = len(self._free), self.num_cached_blocks, len(used)
             raise RuntimeError(
-                f"{len(self._free)} free, {len(self._cached)} cached and {len(used)} used blocks "
-                f"are not a partition of 1..{self.num_blocks - 1}."
+                "{} free, {} cached and {} used blocks".format(*counts)
+                + f" are not a partition of 1..{self.num_blocks - 1}."
             )
         for block, count in enumerate(self._ref_counts):
             if count != held[block]:
@@ -264,7 +294,7 @@ class BlockAllocator:
                 )
         indexed = {block: block_hash for block_hash, block in self._index.items()}
         known = {b: contents.block_hash for b, contents in enumerate(self._contents) if contents}
-        if indexed != known or not known.keys() <= used | self._cached.keys():
+        if indexed != known or not known.keys() <= used | set(self.revivable):
             raise RuntimeError("The hash index does not agree with the contents of the blocks.")
 
     def _return(self, block: int) -> None:

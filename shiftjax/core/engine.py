@@ -20,7 +20,7 @@ from shiftjax.core.request import (
     StepPlan,
     derive_seed,
 )
-from shiftjax.core.results import aborted_in_queue
+from shiftjax.core.results import ended_in_queue
 from shiftjax.core.scheduler import Scheduler
 from shiftjax.core.stats import EndedStep, EngineStats, ended_step, stats_of
 from shiftjax.core.step_sizes import due_seconds
@@ -87,6 +87,7 @@ class Engine:
         self._steps = {(mode.label, lane.group.width): 0 for lane in lanes for mode in lane.modes}
         self._mode_switches: Counter[tuple[str, str]] = Counter()
         self._num_failed_steps = 0
+        self._told: list[Event] = []  # of requests that need no step
         self.ended_steps: list[EndedStep] = []  # of the last turn
 
     # ------------------------------------------------------------------- the loop
@@ -103,12 +104,15 @@ class Engine:
         busy = sum(bool(lane.in_flight) for lane in self.lanes)
         if not busy and self.holds != "all":
             self.topology.idle(num_queued and len(self._queue))
+            for lane in self.lanes:
+                lane.scheduler.tables.tier.idle()
         if sum(lane.steps for lane in self.lanes) > 1 or busy > 1:  # a single one waits in `fetch`
             if len(due) == busy > 0:
                 self.wait(due)
             due = [lane for lane in due if lane.is_ready]
         # A group whose step fails may take what others on its devices have in flight with it.
-        return [event for lane in due if lane.in_flight for event in self._turn(lane, now)]
+        events, self._told = self._told, []
+        return events + [e for lane in due if lane.in_flight for e in self._turn(lane, now)]
 
     def _turn(self, lane: Lane, now: float) -> list[Event]:
         """Commit; where the next step had to wait for that, launch it before events are told."""
@@ -217,6 +221,11 @@ class Engine:
         name = request.request_id
         if name in self._queued or self._lane_of(name) is not None:
             raise DuplicateRequestError(f"There is an unfinished request with the id {name!r}.")
+        if request.hints.is_alone:
+            for lane in self.lanes:
+                lane.scheduler.tables.heed(request)
+            self._told += ended_in_queue(request, "stop")
+            return
         entry = (request.priority, self._due(request), self._num_requests, request)
         heapq.heappush(self._queue, entry)
         self._queued[name] = request
@@ -228,7 +237,7 @@ class Engine:
         if request is not None:
             self._queue = [entry for entry in self._queue if entry[-1] is not request]
             heapq.heapify(self._queue)
-            return aborted_in_queue(request)
+            return ended_in_queue(request)
         lane = self._lane_of(request_id)
         return lane.scheduler.abort(request_id) if lane else []
 
@@ -239,7 +248,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether a request is unfinished, and need not wait, or a step in flight."""
-        if self.holds == "none" and self._queued:
+        if self._told or (self.holds == "none" and self._queued):
             return True
         waits = self.holds == "all"
         return any(lane.in_flight or (lane.scheduler.requests and not waits) for lane in self.lanes)
@@ -314,9 +323,25 @@ class Engine:
         self.topology.drain()
 
     def close(self) -> None:
-        """End what works in the background; requests that come later are served without it."""
+        """End what works in the background; requests that come later are served without it.
+
+        What prefix caches have goes where it outlives the engine, if there is such a place.
+        """
         for lane in self.lanes:
             lane.scheduler.lookahead.close()
+            if lane.scheduler.tables.tier.fetches and lane.steps and not lane.in_flight:
+                self._save_cache(lane)
+        for lane in self.lanes:
+            lane.scheduler.tables.tier.close()
+
+    def _save_cache(self, lane: Lane) -> None:
+        plan = lane.scheduler.plan_to_save()
+        try:
+            if plan.offloads:
+                lane.runner.fetch(lane.runner.run(plan, lane.modes[0], None))
+                lane.scheduler.tables.end_plan(plan)
+        except Exception as error:
+            logger.error("What the prefix cache has could not be saved.", exc_info=error)
 
     def check(self) -> None:
         """Conservation in every lane. Raises `RuntimeError` at the first breach."""

@@ -105,7 +105,8 @@ class Lane:
     def end_step(self, flight: Flight, now: float) -> float:
         """The oldest step has ended: returns its seconds, which whoever predicts them learns."""
         seconds, self.progress_at = now - self.progress_at, now
-        for each in (self.scheduler.lookahead, self.scheduler.sizes):
+        scheduler = self.scheduler
+        for each in (scheduler.lookahead, scheduler.sizes, scheduler.tables.tier):
             each.learn_step(flight.plan, flight.mode, seconds, flight.is_ahead)
         return seconds
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shiftjax.core.blocks import CachedPrefix
 from shiftjax.core.errors import DuplicateRequestError, RequestError
+from shiftjax.core.kept_blocks import NO_HINTS, CacheHints
 from shiftjax.core.proposal import ModelGuess, Proposal
 from shiftjax.core.sampling_params import INT32_MAX, SamplingParams
 from shiftjax.core.tier import Offload, Place, Restore, UnitRestore
@@ -90,6 +91,7 @@ class Request:
     prediction: tuple[int, ...] | None = None  # the output that the client expects
     min_width: int = 1
     wants_notes: bool = False
+    hints: CacheHints = NO_HINTS
 
 
 class TokenLogprobs(NamedTuple):

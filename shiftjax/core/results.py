@@ -139,7 +139,7 @@ def _accepts(constraint: TokenConstraint, token: int) -> bool:
         return False
 
 
-def aborted_in_queue(request: Request) -> list[Event]:
+def ended_in_queue(request: Request, reason: FinishReason = "abort") -> list[Event]:
     """The last events of a request that no group has seen."""
     nothing = RequestMetrics(
         queue_seconds=None,
@@ -156,7 +156,7 @@ def aborted_in_queue(request: Request) -> list[Event]:
         Event(
             request.request_id,
             index,
-            finish_reason="abort",
+            finish_reason=reason,
             metrics=nothing,
             is_last=index == last,
         )

@@ -170,6 +170,7 @@ class Scheduler:
         one of them, or with `overlap` in two, has to wait: all but its last token must be known.
         What a policy will know, guesses know too: `num_queued` requests wait before all groups.
         """
+        self.tables.device.expire(now)
         num_micro_batches, first = self.config.num_micro_batches, self._micro_batch
         begun = Turn(now, num_queued, last_mode, overlap)
         leaving = self.admission.leaving(self.running)
@@ -201,6 +202,11 @@ class Scheduler:
         self._forget_swapped(swapped)
         self.tables.finish_plan(is_planned=False)
         return None
+
+    def plan_to_save(self) -> StepPlan:
+        """A plan without a step, while none is in flight: the second tier gets what is cached."""
+        self.tables.save_cached()
+        return self._planned(StepPlan([], 0, 0, 0, [], [], self._num_steps))
 
     def _planned(self, plan: StepPlan) -> StepPlan:
         """With the moves between the tiers that have been collected."""
@@ -400,7 +406,8 @@ class Scheduler:
         ):
             sequence = self.waiting[position]
             verdict = self.admission.verdict(sequence, self.tables)
-            if _waits_for_prompt(sequence) or verdict == "skip":
+            is_skipped = _waits_for_prompt(sequence) or verdict == "skip"
+            if is_skipped or (verdict == "admit" and self.tables.awaits(sequence)):
                 position += 1
                 continue
             if verdict == "park":
@@ -631,7 +638,7 @@ class Scheduler:
 
         The blocks come first: if that fails, the sequence has not ended and `fail` will end it.
         """
-        self.tables.release(sequence)
+        self.tables.end(sequence, is_whole=reason in ("stop", "length"))
         self._leave_queue(sequence)
         sequence.status = Status.FINISHED
         self.lookahead.end(sequence, reason)
@@ -657,6 +664,7 @@ class Scheduler:
         """Return the counters of what is plugged in; those of several groups can be added."""
         yield from self.lookahead.states()
         yield from self.tables.tier.states()
+        yield from self.tables.device.states()
         yield from self.sizes.states()
 
     def check(self) -> None:

@@ -32,6 +32,7 @@ class SchedulerConfig:
     hash_size: int = 0  # tokens that a prefix is hashed by; 0: those of a block
     max_proposed_rows: int = 0  # logit rows of a step of no more tokens, with proposals
     num_micro_batches: int = 1
+    kept_share: float = 0.0  # of the blocks, that hints of requests may keep, at most
     windows: tuple[Window | None, ...] = ()  # of cache groups whose blocks are freed behind them
 
     @property

@@ -6,9 +6,13 @@ number. So groups with blocks of several sizes read what any of them wrote.
 
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shiftjax.core.blocks import CachedPrefix
+from shiftjax.parallel.grid import Mode
+
+if TYPE_CHECKING:  # plans are of this module's types
+    from shiftjax.core.request import StepPlan
 
 MOST_AHEAD = 8  # extents on the devices before their restore
 
@@ -75,12 +79,14 @@ class Tier:
     """What one group has in a second place for KV blocks. This one has no room and holds nothing.
 
     Copies are collected while a plan is made; `finish` hands them over. `keeps_evicted` says
-    whether it wants what falls out of the devices' prefix cache. Hashes are those of units,
-    of `hash_size` tokens each.
+    whether it wants what falls out of the devices' prefix cache, and `fetches` whether it has
+    blocks that are found only a while after somebody `awaits` them. Hashes are those of units, of
+    `hash_size` tokens each.
     """
 
     hash_size: int = 0
     keeps_evicted: bool = False
+    fetches: bool = False
 
     @property
     def is_offloading(self) -> bool:
@@ -124,6 +130,14 @@ class Tier:
         """
         return []
 
+    def awaits(self, owner: Hashable, hashes: Iterable[bytes]) -> bool:
+        """Return whether a sequence waits for blocks that the tier has to fetch from afar.
+
+        `hashes` are of its units from the first block on that the devices lack; they are looked
+        at once, until `cancel`.
+        """
+        return False
+
     def swap_out(
         self, blocks: Sequence[int], contents: Sequence[CachedPrefix | None]
     ) -> list[Place] | None:
@@ -152,6 +166,15 @@ class Tier:
 
     def reset(self, suspects: Collection[int] = ()) -> None:
         """Called when the pools of the group are lost; a failed step has read `suspects`."""
+
+    def idle(self) -> None:
+        """Called when no step is in flight, nor one to launch."""
+
+    def learn_step(self, plan: "StepPlan", mode: Mode, seconds: float, is_hidden: bool) -> None:
+        """Called with the seconds of a step; `is_hidden`: it was planned during another."""
+
+    def close(self) -> None:
+        """Called when no step will be planned any more."""
 
     def clear_cache(self) -> None:
         """Find nothing by its hash any more."""

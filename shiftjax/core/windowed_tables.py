@@ -24,6 +24,7 @@ from shiftjax.core.blocks import (
     block_tokens,
     extend_hashes,
 )
+from shiftjax.core.kept_blocks import KeptBlocks
 from shiftjax.core.notes import Notes
 from shiftjax.core.request import Request, SequenceState, StepPlan
 from shiftjax.core.scheduler_config import SchedulerConfig
@@ -49,7 +50,10 @@ def tables_of(
         if blocks is not None:
             raise ValueError("Groups that share a pool lose no blocks behind windows.")
         return WindowedTables(config, tier, notes)
-    device = blocks or BlockAllocator(config.num_blocks, config.block_size)
+    sizes = config.num_blocks, config.block_size
+    device = blocks or BlockAllocator(*sizes)
+    if blocks is None and config.kept_share:
+        device = KeptBlocks(*sizes, config.kept_share)
     caches, hash_size = config.prefix_caching, config.hash_size
     return BlockTables(device, tier, config.model, caches, hash_size, config.kv, notes)
 

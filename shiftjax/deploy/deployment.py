@@ -88,6 +88,9 @@ class Deployment:
     prefix_caching: bool = True
     preemption: Literal["recompute", "swap"] = "recompute"
     host_bytes: int = 0  # of host memory for KV blocks, of all groups
+    disk_dir: str | None = None  # for KV blocks that fall out of it; None: they are lost
+    disk_bytes: int = 0  # that files there may have
+    retention_fraction: float = 0.0  # of the blocks, that requests may keep for later ones
     drafts: DraftOptions = NO_DRAFTS
     max_draft_rows: int = 0
     widths: tuple[int, ...] = ()  # units of the groups of a fleet, ascending; (): not a fleet
@@ -324,6 +327,7 @@ class Deployment:
             max_proposed_rows=self.max_draft_rows,
             hash_size=self.hash_size,
             num_micro_batches=self.pp,
+            kept_share=self.retention_fraction if self.prefix_caching else 0.0,
             windows=self.windows if any(self.windows) else (),
         )
 

@@ -126,6 +126,9 @@ def resolve(
         prefix_caching=cache.prefix_caching,
         preemption=cache.preemption,
         host_bytes=cache.host_bytes,
+        disk_dir=cache.disk_cache_dir,
+        disk_bytes=cache.disk_bytes if cache.disk_cache_dir else 0,
+        retention_fraction=cache.retention_fraction,
         drafts=config.drafts,
         max_draft_rows=draft_rows(config.drafts, -(-budgets.max_num_seqs // config.parallel.pp)),
         widths=widths,
@@ -156,6 +159,9 @@ def check_host_block(deployment: Deployment) -> None:
     if 0 < deployment.host_bytes < least:
         given = f"host_memory, {deployment.host_bytes} bytes, is less than a KV block of {least}"
         raise ConfigError([f"{given}: use more, or leave it out"])
+    if deployment.disk_dir is not None and any(deployment.windows):
+        reason = "blocks of a model with windows belong to some of its layers alone"
+        raise ConfigError([f"disk_cache_dir = {deployment.disk_dir} cannot be had: {reason}"])
 
 
 def _chooses_for_targets(config: EngineConfig, devices: Devices) -> bool:

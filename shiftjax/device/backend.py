@@ -39,7 +39,9 @@ from shiftjax.device.place import HostWeights
 from shiftjax.device.pool_sizes import PoolSizes
 from shiftjax.device.programs import Program, Progress
 from shiftjax.device.runner import DeviceRunner
+from shiftjax.disk_tier.payloads_device import disk_place
 from shiftjax.drafts.drafting import Drafting
+from shiftjax.host_tier.store_device import Extents
 from shiftjax.hosts.calls import Hosts, Leader
 from shiftjax.hosts.replicas import Replicas
 from shiftjax.hosts.replicas_device import remote_runners
@@ -117,7 +119,8 @@ class DeviceBackend:
         routing = history_of([deployment])
         if adapters is not None:
             self.slots = DeviceSlots(groups)
-        started = compiled.deployment, groups, compiled.programs, {}, routing
+        extents: Extents = {}
+        started = compiled.deployment, groups, compiled.programs, extents, routing
         runners = start_runners(*started, slots=None if adapters is None else adapters.slot_of)
         mover = None
         if deployment.widths:
@@ -136,7 +139,8 @@ class DeviceBackend:
         notes = notes_of(self.deployments)
         rest = {"mover": mover, "routing": routing, "adapters": adapters, "notes": notes}
         hosts = self._hosts if isinstance(self._hosts, Replicas) else None
-        return Started(started, **rest, hosts=hosts)
+        disk = disk_place(compiled.deployment, self._source, extents)
+        return Started(started, **rest, hosts=hosts, disk=disk)
 
     def _adapters(self, deployment: Deployment) -> AdapterPool | None:
         """Return the adapters of a deployment. Raises AdapterError."""

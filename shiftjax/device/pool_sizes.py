@@ -94,9 +94,10 @@ class PoolSizes:
 def key_of(deployment: Deployment, device: Device) -> dict[str, Any]:
     """All that makes other programs, but for the size that is looked for, and what it follows.
 
-    How much the host may hold makes none.
+    How much the host may hold makes none, nor where else blocks are kept, and how long.
     """
-    deployment = replace(deployment, host_bytes=min(1, deployment.host_bytes))
+    none = {"disk_dir": None, "disk_bytes": 0, "retention_fraction": 0.0}
+    deployment = replace(deployment, host_bytes=min(1, deployment.host_bytes), **none)
     return {
         "jax": jax.__version__,
         "device": f"{device.platform} {device.device_kind}",

@@ -15,7 +15,7 @@ a copy of a failed step may never have been made.
 """
 
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
 
@@ -50,6 +50,7 @@ class HostMemory:
     num_reserved_bytes: int = 0
     reservations: dict[Hashable, int] = field(default_factory=dict)  # bytes, by who will need them
     index: dict[tuple[int, bytes], Place] = field(default_factory=dict)
+    leaves: Callable[[Extent], None] = lambda extent: None  # told of what has to go for others
     _idle: OrderedDict[Extent, None] = field(default_factory=OrderedDict)  # oldest use first
     _numbers: Iterator[int] = field(default_factory=count)
 
@@ -62,6 +63,11 @@ class HostMemory:
     def num_held_bytes(self) -> int:
         """Bytes of extents that are needed, and those reserved."""
         return self.num_used_bytes - self.num_idle_bytes + self.num_reserved_bytes
+
+    @property
+    def idle(self) -> list[Extent]:
+        """Extents that are found by hash only, the least recently used one first."""
+        return list(self._idle)
 
     def reserve(self, owner: Hashable, num_bytes: int) -> bool:
         """Keep bytes free for one that has none reserved, until `cancel`; False if they are not."""
@@ -86,7 +92,9 @@ class HostMemory:
         if extent.num_bytes > self.num_available_bytes:
             raise RuntimeError(f"{extent.num_bytes} bytes do not fit into the host tier.")
         while self.num_used_bytes + extent.num_bytes > self.num_bytes:
-            self.drop(next(iter(self._idle)))
+            oldest = next(iter(self._idle))
+            self.leaves(oldest)
+            self.drop(oldest)
         self.extents.add(extent)
         self.num_used_bytes += extent.num_bytes
         for number, content in enumerate(units):

@@ -6,6 +6,7 @@ from rows_configs import ROWS as CONFIGS
 from rows_control import ROWS as CONTROL
 from rows_costs import ROWS as COSTS
 from rows_device import ROWS as DEVICE
+from rows_disk import ROWS as DISK
 from rows_experts import ROWS as EXPERTS
 from rows_explain import ROWS as EXPLAIN
 from rows_four_bits import ROWS as FOUR_BITS
@@ -27,7 +28,7 @@ from rows_time import ROWS as TIME
 from rows_windows import ROWS as WINDOWS
 
 MUTANTS = (
-    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *EXPERTS, *EXPLAIN, *FOUR_BITS),
-    *(*FP8, *HEADS, *LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS, *ROLLOUTS),
-    *(*ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
+    *(*ADAPTERS, *ADVICE, *CONFIGS, *CONTROL, *COSTS, *DEVICE, *DISK, *EXPERTS, *EXPLAIN),
+    *(*FOUR_BITS, *FP8, *HEADS, *LATENTS, *NUMERICS, *PLANS, *POSITIONS, *REPRODUCE, *REQUESTS),
+    *(*ROLLOUTS, *ROUTING, *SERVING, *SIZES, *STORED, *SUMS, *TIME, *WINDOWS),
 )

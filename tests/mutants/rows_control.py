@@ -365,7 +365,7 @@ TIER_ROWS = (
     ),
     Mutant(
         "the extent that was used last goes first", "host tier", EXTENTS,
-        "self.drop(next(iter(self._idle)))", "self.drop(next(reversed(self._idle)))",
+        "oldest = next(iter(self._idle))", "oldest = next(reversed(self._idle))",
         (TEST_TIER,), "the host forgets what is asked for again",
     ),
     Mutant(
