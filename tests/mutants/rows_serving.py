@@ -9,6 +9,8 @@ PARSERS = "serving/server/formats/tool_parsers.py"
 GRAMMAR = "serving/server/grammar.py"
 DETOKENIZER = "shiftjax/text/detokenizer.py"
 HOSTS = "shiftjax/hosts/calls.py"
+REPLICAS = "shiftjax/hosts/replicas.py"
+TEST_REPLICAS = "tests/hosts/test_replicas.py"
 
 TEST_FIELDS = "tests/serving/server/test_fields.py"
 TEST_SCHEMA = "tests/serving/server/test_schema.py"
@@ -262,6 +264,26 @@ HOSTS_ROWS = (
         "runs are an element short", "hosts", HOSTS,
         "- starts + np.uint32(1)", "- starts",
         (HOST_CALLS,), "followers miss changes",
+    ),
+    Mutant(
+        "steps of a lost host stay in flight", "hosts", REPLICAS,
+        "            lane.in_flight.clear()\n", "",
+        (TEST_REPLICAS,), "a host that comes back is asked for what it never heard of",
+    ),
+    Mutant(
+        "a host that comes back is not told so", "hosts", REPLICAS,
+        "                lane.runner.begin()\n", "",
+        (TEST_REPLICAS,), "its groups read what they do not have",
+    ),
+    Mutant(
+        "what a lost host had in its memory is found", "hosts", REPLICAS,
+        "lane.scheduler.tables.clear_cache()\n", "pass\n",
+        (TEST_REPLICAS,), "prefixes are restored from nowhere",
+    ),
+    Mutant(
+        "any host may come back", "hosts", "serving/hosts/replicas.py",
+        "(is_digest and numbers != agreed)", "False",
+        ("tests/serving/hosts/test_replica_links.py",), "hosts run other programs",
     ),
     Mutant(
         "hosts agree on the most", "hosts", "serving/hosts/leader.py",
