@@ -15,6 +15,7 @@ FIRST_OUTPUT = 128.0  # tokens that sequences are thought to have made halfway, 
 MEMORY_ENDED = 64  # sequences whose end makes this what was seen
 MEMORY_SECONDS = 5.0  # for which what has come tells of what will come
 LEAST_SPAN_SECONDS = 1.0  # that a rate is taken over
+BACKLOG_SECONDS = 2.0  # of prompts that wait: with more, what is there counts, not what may come
 COMPARE_SECONDS = 0.05  # between comparisons: one takes about half a millisecond of the host
 MARGIN = 0.05  # of the predicted seconds, which a change must save at least
 HOLD_SWITCHES = 20  # times the seconds of a switch: for as long the groups concerned stay
@@ -61,13 +62,19 @@ class CostArrangement:
 
     Of a group with n sequences running, a waiting and prompts to compute for D seconds,
 
-        J = (n + a) D + (n + 2 a) h t + (2 f + e) e h t / m
+        W = (n + a) D + (n + 2 a) h t + (2 f + e) e h t / m
+        L = D + 2 h t (1 + e / m)
+        J = W + (n + a) (L + p)
 
-    is what they wait, all together: for the prompts; for their tokens, every t seconds; and for
+    W is what they wait, all together: for the prompts; for their tokens, every t seconds; and for
     others to end, if they are e more than the m that the group takes at once, as do the f that will
-    have come by then. D and t are those of the sizes of steps that the group would choose
-    (`StepPrices`). h is how many tokens what runs has made on average: in a steady state as many
-    are to come, and twice as many of what waits. Waiting work is spread over the units evenly;
+    have come by then. L is when the last of them ends: it counts as much as the mean, so that a
+    batch ends soon, too. p is what one more prompt takes: who comes next waits for it. D and t are
+    those of the sizes of steps that the group would choose (`StepPrices`). h is how many tokens
+    what runs has made on average: in a steady state as many are to come, and twice as many of what
+    waits. While prompts wait for more than `BACKLOG_SECONDS` of all devices nothing is taken to
+    come: nobody would keep up, and who is done with the backlog first serves best. Where e > 0,
+    whoever ends makes room for one of them. Waiting work is spread over the units evenly;
     running work stays where it is. Of the binary tree of aligned groups the cheapest partition is
     taken, if it saves more than the moves that it takes and `margin`. A unit then stays in its
     group for `hold_switches` times what the change took, at least `LEAST_HOLD_SECONDS`, and longer
@@ -149,6 +156,10 @@ class Nodes:
         self._best: dict[Group, tuple[float, Arrangement]] = {}
         self._num_queued = view.num_queued / view.units
         self._queued_tokens = view.num_queued_tokens / view.units
+        quickest = max(policy.steps.prefill_rate(width) / width for width in policy.widths)
+        left = sum(held.num_prompt_tokens for held in view.groups.values())
+        backlog = (left + view.num_queued_tokens) / (view.units * quickest)
+        self._rate = 0.0 if backlog > BACKLOG_SECONDS else load.rate  # that is taken to go on
 
     def best_partition(self) -> Arrangement | None:
         """The cheapest arrangement that everybody fits into; None: there is none."""
@@ -205,11 +216,14 @@ class Nodes:
         most = min(held.max_num_seqs for held in self.view.groups.values())
         beyond, mean = max(0.0, together - most), (context + tokens) / together
         slots = most / (2 * load.mean_output) if beyond else math.inf
-        steps, num = policy.steps, together - beyond
-        coming = Coming(load.rate, load.mean_prompt, part, slots)
+        steps, num, each = policy.steps, together - beyond, max(load.mean_prompt, 1.0)
+        coming = Coming(math.inf if beyond else self._rate, each, part, slots)
         outputs = load.mean_output * steps.token_seconds(node.width, num, mean, coming)
         admitted = tokens * max(0.0, 1 - beyond / max(waiting, 1.0))
-        prompts = steps.prompt_seconds(node.width, running, admitted, tokens / max(waiting, 1.0))
-        newcomers = load.rate * part * (prompts + outputs)
+        prompts = steps.prompt_seconds(node.width, running, admitted, each)
+        newcomers = self._rate * part * (prompts + outputs)
         queue = beyond * (2 * newcomers + beyond) / most
-        return together * prompts + outputs * (running + 2 * waiting + queue)
+        total = together * prompts + outputs * (running + 2 * waiting + queue)
+        last = prompts + 2 * outputs * (1 + beyond / most)
+        one = steps.prompt_seconds(node.width, num, each, each) if self._rate else 0.0
+        return total + together * (last + one)

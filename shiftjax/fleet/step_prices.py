@@ -57,8 +57,8 @@ class StepPrices:
         self.costs, self.sizes, self.most_tokens = costs, sizes, most_tokens
         self._modes, self._policies = modes, policies
         self._rates: dict[int, float] = {}
-        self._seconds: dict[tuple[int, int], float] = {}
-        self._chosen: dict[tuple[int, int, int, int], Steps] = {}
+        self._seconds: dict[tuple[int, int, int], float] = {}
+        self._chosen: dict[tuple[int, int, int, int, int], Steps] = {}
 
     def forget(self) -> None:
         """Ask the costs again."""
@@ -77,12 +77,16 @@ class StepPrices:
         return self._step_seconds(width, Work.decode(max(1, num_sequences), max(1, context)))
 
     def prompt_seconds(self, width: int, num: float, tokens: float, each: float) -> float:
-        """Seconds until prompts of so many tokens, `each` of one, are done beside `num` decodes."""
+        """Seconds until prompts of so many tokens, `each` of one, are done beside `num` decodes.
+
+        Less than one prompt is a share of the time in which there is one.
+        """
         if tokens <= 0:
             return 0.0
         if not self.sizes[width].chooses:
             return tokens / self.prefill_rate(width)
-        return self._steps(width, num, tokens, round(tokens / max(each, 1.0))).seconds
+        share = min(1.0, tokens / each)
+        return share * self._steps(width, num, tokens / share, round(tokens / each)).seconds
 
     def token_seconds(self, width: int, num: float, context: float, coming: Coming) -> float:
         """Seconds between two tokens of `num` sequences in a group, while prompts keep coming.
@@ -94,36 +98,47 @@ class StepPrices:
         that all steps have prompts.
         """
         look = self.decode_seconds(width, round(num), round(context))
+        reading = look - self.decode_seconds(width, round(num), 1)  # beside prompts, too
         step, before, lacking = look, look, 0.0
         taken = Steps(1.0, look)
         for _ in range(ROUNDS):
-            taken = self._look(width, num, step, look, coming)
+            taken = self._look(width, num, step, reading, look, taken.num, coming)
             excess = taken.seconds - look
             if excess <= CLOSE * look:
                 if excess < 0 < lacking:  # between this one and the one before
                     look -= (look - before) * excess / (excess - lacking)
-                    taken = self._look(width, num, step, look, coming)
+                    taken = self._look(width, num, step, reading, look, taken.num, coming)
                 break
             before, lacking = look, excess
             look = max(taken.seconds, FURTHER * look)
         return taken.seconds / taken.num
 
-    def _look(self, width: int, num: float, step: float, look: float, coming: Coming) -> Steps:
+    def _look(
+        self,
+        width: int,
+        num: float,
+        step: float,
+        reading: float,
+        look: float,
+        steps: float,
+        coming: Coming,
+    ) -> Steps:
         """Steps until the next look, if it was so long until this one; `step`: decodes alone."""
-        come = min(coming.rate * coming.part * look, coming.slots)
+        come = min(coming.rate * coming.part * look, coming.slots * steps)
         if come <= 0:
             return Steps(1.0, step)
         in_step = self.costs[width].engine.replicas_in_step  # everybody waits for anyone's prompts
         share = -math.expm1(-come / coming.part if in_step else -come)
         found = self._found(width, num, come, coming.prompt)
-        seconds = share * max(found.num * step, found.seconds) + (1 - share) * step
+        took = found.seconds + found.num * reading
+        seconds = share * max(found.num * step, took) + (1 - share) * step
         return Steps(share * found.num + 1 - share, seconds)
 
     def _found(self, width: int, num: float, come: float, each: float) -> Steps:
         """What the prompts take that a look finds, where so many come in one, and it finds some."""
         share = -math.expm1(-come)
         if not self.sizes[width].chooses:
-            return Steps(1, self._prompt_seconds(width, num + each * come / share))
+            return Steps(1, self._prompt_seconds(width, num + each * come / share, each))
         steps, seconds, left, more = 0.0, 0.0, 1.0, come / share
         chance = math.exp(-come) / share
         for count in range(1, TOLD_APART + 1):
@@ -146,27 +161,37 @@ class StepPrices:
         """What `count` prompts of so many tokens take beside `num` decodes."""
         decodes = -(-int(num) // ROUNDED_DECODES) * ROUNDED_DECODES
         rounded = max(1, round(tokens / ROUNDED_TOKENS)) * ROUNDED_TOKENS
-        key = width, decodes, rounded, min(MOST_PROMPTS, max(1, count))
+        length = tokens / max(1, count)  # of one
+        each = max(1, round(length / ROUNDED_TOKENS)) * ROUNDED_TOKENS
+        key = width, decodes, rounded, min(MOST_PROMPTS, max(1, count)), each
         if key not in self._chosen:
             self._chosen[key] = self._choose(*key)
         return self._chosen[key]
 
-    def _choose(self, width: int, decodes: int, tokens: int, count: int) -> Steps:
+    def _choose(self, width: int, decodes: int, tokens: int, count: int, each: int) -> Steps:
         prompts = [(tokens // count, 0)] * count
         most = min(self.most_tokens, decodes + tokens)
-        demand = Demand(Turn(0.0), decodes, 0, prompts, 0, 0, count, max(most, decodes + 1))
+        demand = Demand(Turn(math.inf), decodes, 0, prompts, 0, 0, count, max(most, decodes + 1))
         size = self.sizes[width].foresee(demand)
         num = max(1, -(-tokens // max(1, size - decodes)))
         rest = tokens - (num - 1) * (size - decodes)
-        last = self._prompt_seconds(width, decodes + rest)
-        return Steps(num, (num - 1) * self._prompt_seconds(width, size) + last)
+        last = self._prompt_seconds(width, decodes + rest, each)
+        return Steps(num, (num - 1) * self._prompt_seconds(width, size, each) + last)
 
-    def _prompt_seconds(self, width: int, num_tokens: float) -> float:
-        """Seconds of a step of prompts, of at most as many tokens as steps may have."""
-        size = min(self.most_tokens, -(-int(num_tokens) // ROUNDED_TOKENS) * ROUNDED_TOKENS)
-        key = width, size
+    def _prompt_seconds(self, width: int, num_tokens: float, each: float) -> float:
+        """Seconds of a step of prompts, of at most as many tokens as steps may have.
+
+        They are chunks of prompts of `each` tokens, from anywhere in them.
+        """
+        size = min(self.most_tokens, -(-max(1, int(num_tokens)) // ROUNDED_TOKENS) * ROUNDED_TOKENS)
+        length = max(1, round(each / ROUNDED_TOKENS)) * ROUNDED_TOKENS
+        key = width, size, length
         if key not in self._seconds:
-            self._seconds[key] = self._step_seconds(width, Work.prefill(size))
+            chunk = min(size, length)
+            read, pairs = size / chunk * (length + chunk) / 2, size * length / 2
+            num = -(-size // length)
+            work = Work(size, num, num, 0, round(read), round(pairs))
+            self._seconds[key] = self._step_seconds(width, work)
         return self._seconds[key]
 
     def _step_seconds(self, width: int, work: Work) -> float:
