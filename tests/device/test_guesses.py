@@ -152,7 +152,7 @@ def test_greedy_tokens_equal_the_oracles(built, speculation, policy):
 
 def noise_of(made, sequence, position: int) -> np.ndarray:
     """The noise of all tokens that may be drawn at a position."""
-    key = jax.random.wrap_key_data(made.runners[0]._key, impl="threefry2x32")
+    key = jax.random.wrap_key_data(made.runners[0].packer._key, impl="threefry2x32")
     for word in (sequence.seed & 0xFFFFFFFF, sequence.seed >> 32, position):
         key = jax.random.fold_in(key, word)
     words = jax.random.bits(key, (2,), dtype=jnp.uint32)

@@ -215,6 +215,7 @@ def test_blocks_of_a_checkpoint_are_widened_where_they_are_asked_to_be(in_blocks
     np.testing.assert_array_equal(wide, want)
 
 
+@pytest.mark.costs(8)
 def test_what_makes_keys_and_values_is_plain_beside_codes(in_blocks):
     """It is used in both directions, and codes would be taken for numbers."""
     fp8, plain, stored, numbers = in_blocks

@@ -159,6 +159,7 @@ def test_modes_with_the_same_bits_tell_the_same_experts():
         np.testing.assert_array_equal(found[1][key][1], told)
 
 
+@pytest.mark.costs(16)
 def test_steps_tell_nothing_by_default_and_exchange_no_more_if_they_do():
     directory, *_ = checkpoint(**DEEP)
     plain, telling = (build_tiny(directory, sp=2, tp=2, routed_experts=on) for on in (False, True))
