@@ -51,7 +51,7 @@ def damage(directory, kinds):
 DAMAGE = st.lists(st.sampled_from(["none", "none", "gone", "cut", "flip"]), max_size=6)
 
 
-@settings(FAST, max_examples=examples(120))
+@settings(FAST, max_examples=examples(80))
 @given(
     st.data(),
     repeated(),
