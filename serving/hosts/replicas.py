@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from serving.hosts.leader import LeaderHosts, Peer
-from serving.hosts.terms import START_SILENT_SECONDS, Terms
+from serving.hosts.terms import START_SILENT_SECONDS, Terms, differences
 from serving.proto import shiftjax_pb2 as pb
 from shiftjax.hosts.calls import LostHostError
 from shiftjax.hosts.replicas import HostGoneError
@@ -68,8 +68,9 @@ class ReplicaHosts(LeaderHosts):
 
     def _admitted(self, hello: Any, context: Any) -> Peer:
         """A host that has come back takes the place of what is left of it."""
-        old = self._peers.get(hello.rank)
-        if old is not None and self._has_started:
+        old, facts = self._peers.get(hello.rank), self.terms.facts
+        is_alike = differences(hello.rank, hello.facts, facts) is None
+        if old is not None and self._has_started and is_alike:
             self._lose_peer(old, f"host {hello.rank} has come again")
         peer = super()._admitted(hello, context)
         if self._has_started:

@@ -11,6 +11,7 @@ from serving.hosts.follower import FollowerHosts
 from serving.hosts.replicas import ReplicaHosts
 from shiftjax.hosts.calls import LostHostError
 from shiftjax.hosts.replicas import HostGoneError, Replicas
+from shiftjax.options import ConfigError
 
 __all__ = ["quick"]  # of this module, too
 DIGEST = [77, -77]
@@ -104,6 +105,17 @@ def test_a_host_comes_back_if_it_has_what_all_have_agreed_on(started):
     with pytest.raises(LostHostError, match="taken for lost"):
         third.least("digest", [78, -78])
     assert leader.generation(1) == 0 and started.ends.empty()
+
+
+def test_one_that_is_none_of_them_takes_nobody_s_place(started):
+    leader = started.leader
+    leader.begin()
+    other = replace(started.terms, rank=1, facts={**started.terms.facts, "sp": "8"})
+    with pytest.raises(ConfigError, match="sp is '8' on host 1"):
+        FollowerHosts(other).connect()
+    assert leader.generation(1) == 1 and started.gone[1] == 0
+    leader.call(1, b"on")
+    assert next(started.followers[1].calls()) == b"on"
 
 
 def test_before_the_start_is_over_a_host_that_goes_ends_it(started):
