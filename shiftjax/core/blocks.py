@@ -59,6 +59,11 @@ class CachedPrefix:
     is_private: bool = False  # no observer hears of it
     hashes: Sequence[bytes] = ()  # of all of its tokens that are hashed apart; (): one, its own
 
+    @property
+    def unit_hashes(self) -> Sequence[bytes]:
+        """Those of its units, its own at last."""
+        return self.hashes or (self.block_hash,)
+
 
 class CacheObserver(Protocol):
     """Who hears of every change of the hash index, but of private blocks."""

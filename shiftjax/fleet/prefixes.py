@@ -74,7 +74,7 @@ def _wide_parts(old: SharedBlocks, several: int) -> Iterator[tuple[_Part, Cached
             tokens = [token for _, contents in part for token in contents.tokens]
             end = part[-1][1]
             is_private = any(contents.is_private for _, contents in part)
-            hashes = [unit for _, contents in part for unit in _units(contents)]
+            hashes = [unit for _, contents in part for unit in contents.unit_hashes]
             whole = CachedPrefix(end.block_hash, tokens, parent, is_private, hashes)
             parent = end.block_hash
             if whole.block_hash not in seen:
@@ -147,7 +147,7 @@ def _adopt_narrow(wide: Lane, targets: Sequence[Lane], change: Change, handover:
 
 def _narrow_parts(contents: CachedPrefix, size: int, parent: bytes | None) -> list[CachedPrefix]:
     """What blocks of `size` tokens have of a wide block, which comes after `parent`."""
-    units, tokens = _units(contents), contents.tokens
+    units, tokens = contents.unit_hashes, contents.tokens
     each = len(units) * size // len(tokens)  # units of a narrow block
     parts = []
     for number in range(len(tokens) // size):
@@ -157,8 +157,3 @@ def _narrow_parts(contents: CachedPrefix, size: int, parent: bytes | None) -> li
         parts.append(CachedPrefix(hashes[-1], own, parent, *rest))
         parent = hashes[-1]
     return parts
-
-
-def _units(contents: CachedPrefix) -> Sequence[bytes]:
-    """The hashes of its units."""
-    return contents.hashes or (contents.block_hash,)

@@ -291,7 +291,7 @@ class HostBlocks(Tier):
         """Return what the units of a block with these contents are found by; None: by nothing."""
         if content is None:
             return [None] * self._several
-        hashes = content.hashes or (content.block_hash,)
+        hashes = content.unit_hashes
         if len(hashes) != self._several:
             raise ValueError(f"A block of {self._several} units has {len(hashes)} hashes.")
         return [
@@ -327,8 +327,7 @@ class HostBlocks(Tier):
         """
         index, new = self.memory.index, []
         for block, content in evicted:
-            hashes = content.hashes or (content.block_hash,)
-            places = [index.get((self.hash_size, each)) for each in hashes]
+            places = [index.get((self.hash_size, each)) for each in content.unit_hashes]
             for place in places:
                 if place is not None:
                     self.memory.touch(place.extent)
